@@ -1,0 +1,399 @@
+"""The attention mask, the attention call, and everything that keeps torch.compile safe under threads.
+
+    visible()                    the ONE mask definition (slots x keys -> bool)
+      |- dense_mask()            materialised whole: CPU, tests, COMPILE=False
+      `- block_mask()            materialised as flex_attention's BlockMask, straight from the sorted anchors
+    attend_dense / attend_flex   attend(q, k, v, mask): what the drafter is given
+    Gate                         new shapes run alone, known ones side by side; first steps one at a time
+    Crew                         worker threads end together: failure, barrier, watchdog
+    check_pairs / transfer       GPU-to-GPU copies, checked before any weight crosses
+    HandOff / sum_over_replicas  features to a drafter without a host wait; gradients over drafters
+
+Shapes: S context tokens in a row, N blocks (one anchor each), K slots in a block, Q = N*K queries,
+KV = S + N*K keys: [context 0..S-1 | block 0 | block 1 | ...]. W: sliding window, None = full attention.
+This module imports nothing of the trainer (under `__main__` that would make a second lock).
+"""
+import faulthandler
+import os
+import threading
+import time
+import traceback
+from contextlib import contextmanager
+
+import torch
+import torch._functorch.config
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+TILE = 128  # edge of a BlockMask tile, flex_attention's default
+
+# ----------------------------------------------------------------------------------------------- the mask
+
+
+def visible(q, kv, start, anchor, seq_len, block_size, window):
+    """May query slot `q` (0..Q-1) see key `kv` (0..KV-1)? Index tensors of any broadcastable shapes -> bool.
+
+    start, anchor: (N,) row indices of the first token of the block's conversation and of the anchor. A padding
+    block has anchor <= start and sees itself only. Source: DFlash, arXiv 2602.06036; sliding layers as z-lab's
+    client, vLLM and SGLang run them: causal inside the block, window counted from the slot's own position.
+    """
+    block, slot = q // block_size, q % block_size
+    own_slot = (kv - seq_len) % block_size
+    context = (kv < anchor[block]) & (kv >= start[block])  # strictly before the anchor: the label can't leak
+    own = (kv >= seq_len) & ((kv - seq_len) // block_size == block)
+    if window is not None:
+        context = context & (kv > anchor[block] + slot - window)
+        own = own & (own_slot <= slot) & (own_slot > slot - window)
+    return context | own
+
+
+def dense_mask(start, anchor, seq_len, block_size, window):
+    """(Q, KV) bool, True = visible."""
+    n_queries = anchor.numel() * block_size
+    q = torch.arange(n_queries, device=anchor.device)[:, None]
+    kv = torch.arange(seq_len + n_queries, device=anchor.device)[None, :]
+    return visible(q, kv, start, anchor, seq_len, block_size, window)
+
+
+def tile_states(start, anchor, seq_len, block_size, window):
+    """Per (query tile, key tile): 0 = no pair visible, 1 = some, 2 = all, so the mask function may be skipped.
+
+    Only context tiles can be 2. Exact for 0 (tested against dense_mask); costs O(tiles * blocks per tile), not Q*KV.
+    """
+    device, n_blocks = anchor.device, anchor.numel()
+    n_queries, reach = n_blocks * block_size, window if window is not None else seq_len + block_size
+    q0 = torch.arange(0, n_queries, TILE, device=device)[:, None]                       # (QT, 1) first slot
+    k0 = torch.arange(0, seq_len + n_queries, TILE, device=device)                      # (KT,) first key
+    q1, k1 = (q0 + TILE).clamp(max=n_queries), (k0 + TILE).clamp(max=seq_len + n_queries)
+    per_tile = (TILE - 1) // block_size + 2  # blocks that a tile can touch; the last ones may repeat
+    block = (q0 // block_size + torch.arange(per_tile, device=device)).minimum((q1 - 1) // block_size)  # (QT, P)
+    low = (q0 - block * block_size).clamp(min=0)                                        # first slot in this tile
+    high = (q1 - block * block_size).clamp(max=block_size) - 1                          # last slot in this tile
+    a, s = anchor[block], start[block]
+
+    def windowed(slot):  # first visible context key of that slot
+        return s.maximum(a + slot - reach + 1)
+    first, t0, t1 = windowed(low)[..., None], k0, k1.clamp(max=seq_len)                 # (QT, P, KT) below
+    some = ((first.maximum(t0) < a[..., None].minimum(t1))).any(1)
+    full = ((windowed(high)[..., None] <= t0) & (a[..., None] >= k1)).all(1)
+
+    own0, own1 = (k0 - seq_len).clamp(min=0) - block[..., None] * block_size, k1 - seq_len - block[..., None] * block_size
+    own_low, own_high = own0.clamp(min=0), own1.clamp(max=block_size) - 1               # this block's slots in the key tile
+    own = own_low <= own_high
+    if window is not None:  # some q - k in 0..W-1; q - k takes every value of [low - own_high, high - own_low]
+        own = own & (high[..., None] >= own_low) & (low[..., None] - own_high < window)
+    return torch.where(full, 2, (some | own.any(1)).int())
+
+
+def block_mask(start, anchor, seq_len, block_size, window):
+    """BlockMask of (Q, KV) from the anchors, without evaluating Q*KV pairs, without tracing, without a host sync."""
+    state = tile_states(start, anchor, seq_len, block_size, window)
+
+    def listed(kind):  # dense (QT, KT) -> how many tiles of that kind, and their indices first
+        hit = (state == kind).int()
+        order = hit.argsort(dim=-1, descending=True, stable=True).int()
+        return hit.sum(-1, dtype=torch.int32)[None, None], order[None, None]
+
+    def mask_mod(b, h, q, kv):
+        return visible(q, kv, start, anchor, seq_len, block_size, window)
+    n_queries = anchor.numel() * block_size
+    return BlockMask.from_kv_blocks(*listed(1), *listed(2), BLOCK_SIZE=TILE, mask_mod=mask_mod,
+                                    seq_lengths=(n_queries, seq_len + n_queries))
+
+
+# ------------------------------------------------------------------------------------------ the attention call
+
+
+def attend_dense(q, k, v, mask):
+    """q (1, Hq, Q, hd), k and v (1, Hkv, KV, hd), mask (Q, KV) bool -> (1, Hq, Q, hd)."""
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def attend_flex(options=None):
+    """The same call for a BlockMask. Only ever runs inside a compiled function: outside, flex_attention
+    materialises Q*KV scores in silence and traces without a lock, which crashes the other threads
+    (pytorch#136196, and what dynamo does at its recompile limit). `options`: kernel_options of flex_attention."""
+    def attend(q, k, v, mask):
+        if not torch.compiler.is_dynamo_compiling():  # constant True while dynamo traces; eager code gets False
+            raise RuntimeError(f"flex_attention ran uncompiled (dense) in thread {threading.current_thread().name}: "
+                               f"q {tuple(q.shape)}, k {tuple(k.shape)}, {q.device}; recompile_limit "
+                               f"{torch._dynamo.config.recompile_limit}")
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
+    return attend
+
+
+def small_kernel_options():
+    """Tiles that fit about 99 KB of shared memory a block (compute capability 8.6, 8.9, 12.0) at head_dim 128."""
+    return {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_M1": 32, "BLOCK_N1": 32, "BLOCK_M2": 32, "BLOCK_N2": 32,
+            "fwd_num_stages": 2, "bwd_num_stages": 1}
+
+
+def make_attention(device, compiled):
+    """-> (attend, make_mask) for a device: flex_attention under torch.compile on CUDA, dense elsewhere."""
+    if not (compiled and device.type == "cuda"):
+        return attend_dense, dense_mask
+    limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return attend_flex(small_kernel_options() if limit < 160 * 1024 else None), block_mask
+
+
+# ---------------------------------------------------------------------------------------- compile-safe threads
+
+
+def worker_compile_settings(n_devices):
+    """Call INSIDE each worker thread: from torch 2.12 on dynamo's configuration belongs to the thread.
+
+    One entry per (device, layer type, train/eval, loss part) must fit; at the default of 8 flex_attention
+    would turn dense, so reaching the limit is an error as well.
+    """
+    torch._dynamo.config.recompile_limit = 16 * max(4, n_devices)
+    torch._dynamo.config.accumulated_recompile_limit = 64 * max(4, n_devices)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    # pointwise values (norms, silu * up) are made again in backward: 2 GiB less at the 27B shape
+    torch._functorch.config.activation_memory_budget = 0.9
+
+
+class Gate:
+    """Who may run beside whom. Dynamo, FX and Triton's autotuner keep process-wide state: while one thread
+    traces, any other thread inside a compiled call crashes, warm or not (torch 2.11, 2.12). So work whose
+    signature a thread has not run yet runs ALONE; known work runs side by side.
+
+        with gate.first_step():                  # FIRST_STEP_LOCK, until this thread's first step succeeded
+            with gate.work("train", signature):  # lock before gate, never the reverse
+                ...                              # mask, forward, loss, backward; nothing that waits
+
+    Never wait for another thread inside either. A recompute inside backward runs on autograd's device thread,
+    which holds nothing of this: code there must not take the gate.
+    """
+
+    def __init__(self, first_step_lock):
+        self._lock, self._cond = first_step_lock, threading.Condition()
+        self._seen, self._first_done = set(), set()
+        self._readers, self._writer, self._writers_waiting = 0, None, 0
+        self.violations, self._names = [], set()
+
+    @contextmanager
+    def first_step(self):
+        me = threading.current_thread()  # the object: idents are used again
+        if me in self._first_done:
+            yield False
+            return
+        with self._lock:
+            yield True
+            self._first_done.add(me)  # not reached when the step raises
+
+    @contextmanager
+    def work(self, kind, *signature):
+        """kind: 'train', 'eval' or 'target'; signature: whatever makes a new graph (device, shapes, dtypes)."""
+        key = (threading.current_thread(), kind, torch.is_grad_enabled(), signature)
+        alone = key not in self._seen
+        self._names.add(key[0].name)
+        self._enter_alone(key) if alone else self._enter()
+        try:
+            yield alone
+            if self.violations:
+                raise RuntimeError(self.violations[0])
+            if alone:
+                self._seen.add(key)
+        finally:
+            with self._cond:
+                if alone:
+                    self._writer = None
+                else:
+                    self._readers -= 1
+                if alone or not self._readers:
+                    self._cond.notify_all()
+
+    def _enter(self):
+        with self._cond:
+            while self._writer or self._writers_waiting:  # a waiting writer goes first: it can't starve
+                self._cond.wait()
+            self._readers += 1
+
+    def _enter_alone(self, key):
+        with self._cond:
+            self._writers_waiting += 1
+            try:
+                while self._writer or self._readers:
+                    self._cond.wait()
+                self._writer = (threading.current_thread().name, *key[1:], time.monotonic())
+            finally:
+                self._writers_waiting -= 1
+                if not self._writer:
+                    self._cond.notify_all()
+
+    def holder(self):
+        """One line for the watchdog: who runs alone, for how long, who else is inside."""
+        writer = self._writer
+        alone = f"{writer[0]} alone for {time.monotonic() - writer[-1]:.0f} s in {writer[1:-1]}" if writer else "nobody alone"
+        return f"gate: {alone}, {self._readers} side by side, {self._writers_waiting} waiting to run alone"
+
+    def forbid_compiles_outside(self):
+        """From now on a compile by a thread that doesn't run alone is an error (raised where the gate is left).
+        Returns a function that ends this. The callback runs in the compiling thread, or in autograd's."""
+        def on_start(args):
+            me, writer = threading.current_thread().name, self._writer
+            # autograd's device threads never enter the gate: they compile for whoever runs alone
+            if writer is None or (me in self._names and me != writer[0]):
+                self.violations.append(f"compile {args.compile_id} started outside the gate in thread "
+                                       f"{threading.current_thread().name}; side by side: {self._readers}")
+        handler = torch._dynamo.callback.callback_handler
+        handler.register_start_callback(on_start)
+        return lambda: handler.remove_start_callback(on_start)
+
+
+
+class UserError(Exception):
+    """A setting or file that can't work: printed as one line, no traceback."""
+
+
+class Stopped(Exception):
+    """Raised inside a worker that has to end because the run does."""
+
+
+class Crew:
+    """Worker threads that end together: the first failure is the run's, and every wait of the others ends with it."""
+
+    def __init__(self, n_meeting):
+        self.stop, self.error, self.error_lock = threading.Event(), None, threading.Lock()
+        self.barrier, self.start_barrier = threading.Barrier(n_meeting), threading.Barrier(n_meeting)
+        self.moved = time.monotonic()
+
+    def tick(self):
+        """Something moved: the watchdog starts counting anew."""
+        self.moved = time.monotonic()
+
+    def check(self):
+        if self.stop.is_set():
+            raise Stopped
+
+    def wait_for(self, attempt, not_yet):
+        """attempt() until it doesn't raise not_yet (queue.Empty, queue.Full), or the run ends."""
+        while True:
+            self.check()
+            try:
+                return attempt()
+            except not_yet:
+                pass
+
+    def meet(self, action):
+        """All meeting threads arrive; one of them does `action`; all go on."""
+        if self.barrier.wait() == 0:
+            action()
+        self.barrier.wait()
+
+    def guarded(self, work, *args):
+        """A worker's outermost call: whatever it raises becomes the run's failure, with its traceback."""
+        try:
+            work(*args)
+        except (Stopped, threading.BrokenBarrierError):
+            if not self.stop.is_set():
+                self.fail(traceback.format_exc())
+        except torch.OutOfMemoryError as e:
+            self.fail(f"out of device memory: {str(e).splitlines()[0]} Lower SEQ_LEN, NUM_ANCHORS, LOSS_CHUNK or QUEUE_DEPTH, "
+                      f"or give this role another device (TARGET_DEVICES, DRAFTER_DEVICES)")
+        except UserError as e:
+            self.fail(str(e))
+        except BaseException:
+            self.fail(traceback.format_exc())
+
+    def fail(self, text):
+        with self.error_lock:
+            if self.error is None:
+                self.error = f"thread {threading.current_thread().name}: {text}"
+        self.stop.set()
+        self.barrier.abort()
+        self.start_barrier.abort()
+
+    def watchdog(self, stall_s, state):
+        """Nothing moved for stall_s seconds: all stacks, and state() (queue fills, the gate's holder), and out."""
+        while not self.stop.wait(min(1.0, stall_s / 4)):
+            if time.monotonic() - self.moved > stall_s:
+                print(f"STALLED: nothing moved for {stall_s} s (STALL_S); {state()}", flush=True)
+                faulthandler.dump_traceback(all_threads=True)
+                os._exit(1)
+
+
+# ---------------------------------------------------------------------------------------------- between devices
+
+
+def to_device(tensor, device):
+    """A small host tensor on `device`: pinned, so that the host doesn't wait for what the device is doing."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def transfer(tensor, device, bad_pairs=frozenset()):
+    """`tensor` on `device`; through host memory where the pair's direct copies are known to be wrong."""
+    if tensor.device != device and (tensor.device, device) in bad_pairs:
+        return tensor.cpu().to(device)
+    return tensor.to(device, non_blocking=True)
+
+
+def check_pairs(pairs, copy=transfer, n=1 << 20):
+    """Copies that come out wrong. pairs: ordered (source, destination) devices -> frozenset of the bad ones.
+
+    On some workstation boards (IOMMU/ACS) GPU-to-GPU copies arrive as zeros or garbage without any error.
+    """
+    bad = set()
+    for source, destination in dict.fromkeys(pairs):
+        if source == destination or "cpu" in (source.type, destination.type):
+            continue
+        host = torch.randint(-2**31, 2**31 - 1, (n,), dtype=torch.int32, generator=torch.Generator().manual_seed(n))
+        arrived = copy(host.to(source), destination)
+        if not torch.equal(arrived.cpu(), host):
+            bad.add((source, destination))
+    return frozenset(bad)
+
+
+class HandOff:
+    """Moves one target's features to drafters' devices on side streams: no host waits for a copy."""
+
+    def __init__(self, source, bad_pairs=frozenset()):
+        self.source, self.bad_pairs, self.streams = source, bad_pairs, {}
+
+    def stream(self, device):
+        if device not in self.streams:
+            self.streams[device] = torch.cuda.Stream(device)
+        return self.streams[device]
+
+    def send(self, hidden, device, make_rest):
+        """-> (hidden on device, make_rest() made on the same stream, event after which both may be read or None)."""
+        if device.type != "cuda":
+            return hidden.to(device), make_rest(), None
+        mine = self.stream(device)
+        if self.source.type != "cuda":
+            with torch.cuda.stream(mine):
+                return hidden.to(device), make_rest(), mine.record_event()
+        theirs, done = self.stream(self.source), torch.cuda.current_stream(self.source).record_event()
+        with torch.cuda.stream(theirs), torch.cuda.stream(mine):  # a copy between devices uses both current streams
+            theirs.wait_event(done)
+            mine.wait_event(done)
+            moved = transfer(hidden, device, self.bad_pairs)
+            hidden.record_stream(theirs)
+            return moved, make_rest(), mine.record_event()
+
+
+def receive(tensors, ready, device):
+    """The compute stream of `device`, not the host, waits until what HandOff.send made may be read."""
+    if ready is not None:
+        stream = torch.cuda.current_stream(device)
+        stream.wait_event(ready)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+
+def sum_over_replicas(lists, direct):
+    """Sum tensor lists (one per drafter, in order) into every one of them: the same bits on every replica.
+
+    direct: distinct CUDA devices whose copies are sound, summed by NCCL through torch's own collectives.
+    """
+    if direct:
+        total = torch.cuda.comm.reduce_add_coalesced(lists, lists[0][0].get_device())
+        spread = torch.cuda.comm.broadcast_coalesced(total, [ts[0].get_device() for ts in lists])
+        for mine, summed in zip(lists, spread):
+            torch._foreach_copy_(mine, list(summed))
+        return
+    for tensors in zip(*lists):
+        for other in tensors[1:]:
+            tensors[0].add_(other.to(tensors[0].device))
+        for other in tensors[1:]:
+            other.copy_(tensors[0])

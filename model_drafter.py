@@ -1,0 +1,561 @@
+"""The DFlash drafter: model, anchors' slots, loss, acceptance, speculative decoding, published file format.
+
+    Drafter(config, attend)          hidden states of the target + blocks [anchor, mask, mask, ...] -> block hiddens
+    Slots / slots_of()               which slots count, their labels and weights' support
+    chunked_ce()                     cross-entropy through the frozen head, a chunk of rows at a time
+    row_loss()                       forward of one row: what training, evaluation and the benchmark call
+    walk()                           acceptance as a server counts it
+    speculative_generate()           decoding with a live target, lossless
+    save_drafter() / load_drafter()  config.json + model.safetensors as z-lab's client, vLLM and SGLang read them
+
+Shapes: S context tokens in a row, N anchors in a row, K slots in a block, D hidden size, L tapped target layers,
+V vocabulary, M slots that count. Batch is 1 everywhere: a row is packed.
+"""
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from flex_utils import dense_mask, to_device
+
+# ------------------------------------------------------------------------------------------------- the model
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Sizes of a drafter and what it was made for. Everything config.json says."""
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple          # tap id i = output of the target's decoder layer i
+    num_target_layers: int
+    layer_types: tuple               # per layer: "full_attention" | "sliding_attention"
+    sliding_window: int | None = None
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    max_position_embeddings: int = 32768
+    bos_token_id: int | None = None
+    eos_token_id: int | list | None = None
+    pad_token_id: int | None = None
+    input_embedding_scale: float = 1.0           # targets whose embedding module scales (Gemma)
+    final_logit_softcapping: float | None = None  # targets whose head caps its logits
+
+    def window(self, layer):
+        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+
+
+class RMSNorm(nn.Module):
+    """Normalised in fp32, scaled in the compute dtype: bit-compatible with the Qwen3 layers that serve it."""
+
+    def __init__(self, size, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x):
+        x32 = x.float()
+        return self.weight * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def rope_table(positions, head_dim, theta, dtype):
+    """positions (T,) -> cos, sin (T, head_dim). fp32 inside; no buffer, so no `.to(bfloat16)` can round it."""
+    inv_freq = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    angles = positions.float()[:, None] * inv_freq
+    angles = torch.cat([angles, angles], -1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x, rope):
+    """x (1, H, T, hd) turned by rope (cos, sin) of (T, hd), halves convention."""
+    first, second = x.chunk(2, -1)
+    return x * rope[0] + torch.cat([-second, first], -1) * rope[1]
+
+
+class Attention(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.q_proj = nn.Linear(c.hidden_size, c.num_heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
+        self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps), RMSNorm(c.head_dim, c.rms_norm_eps)
+
+    def heads(self, x):
+        return x.unflatten(-1, (-1, self.head_dim))                     # (1, T, H, hd)
+
+    def key_value(self, x, rope):
+        """x (1, T, D) -> k, v (1, Hkv, T, hd). One k_norm and RoPE for context and block alike."""
+        k = rotate(self.k_norm(self.heads(self.k_proj(x))).transpose(1, 2), rope)
+        return k, self.heads(self.v_proj(x)).transpose(1, 2)
+
+    def forward(self, x, context, rope, context_rope, mask, attend, past=None):
+        q = rotate(self.q_norm(self.heads(self.q_proj(x))).transpose(1, 2), rope)
+        k, v = self.key_value(x, rope)
+        k_context, v_context = self.key_value(context, context_rope)
+        if past is not None:  # decoding: the accepted context's keys are kept, the block's never
+            k_context, v_context = past.append(self, k_context, v_context)
+        y = attend(q, torch.cat([k_context, k], 2), torch.cat([v_context, v], 2), mask)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DrafterLayer(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.self_attn, self.mlp = Attention(c), MLP(c)
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+    def forward(self, x, context, rope, context_rope, mask, attend, past=None):
+        x = x + self.self_attn(self.input_layernorm(x), context, rope, context_rope, mask, attend, past)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Drafter(nn.Module):
+    """DFlash block-diffusion drafter (arXiv 2602.06036; z-lab/dflash). No embedding and no head: the target's are used.
+
+    attend(q, k, v, mask) is the attention call; masks hold whatever it takes, one per layer type.
+    """
+
+    def __init__(self, config, attend):
+        super().__init__()
+        self.config, self.attend = config, attend
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def init_weights(self, seed):
+        """Normal(0, initializer_range) from its own generator; norms stay at 1."""
+        generator = torch.Generator().manual_seed(seed)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                w = torch.empty(module.weight.shape, dtype=torch.float32)
+                w.normal_(0.0, self.config.initializer_range, generator=generator)
+                with torch.no_grad():
+                    module.weight.copy_(w)
+
+    def forward(self, target_hidden, block_embeds, context_pos, block_pos, masks, past=None):
+        """target_hidden (1, S, L*D), block_embeds (1, N*K, D), context_pos (S,), block_pos (N*K,) -> (1, N*K, D)."""
+        c = self.config
+        context = self.hidden_norm(self.fc(target_hidden))              # (1, S, D)
+        rope = rope_table(block_pos, c.head_dim, c.rope_theta, context.dtype)
+        context_rope = rope_table(context_pos, c.head_dim, c.rope_theta, context.dtype)
+        x = block_embeds
+        for layer, kind in zip(self.layers, c.layer_types):
+            x = layer(x, context, rope, context_rope, masks[kind], self.attend, past)
+        return self.norm(x)
+
+
+# ------------------------------------------------------------------------------------------------------ slots
+
+
+class Slots(NamedTuple):
+    """One row's blocks on a drafter's device. Padding blocks: anchor 0, start 0, counted 0."""
+    ids: torch.Tensor        # (S,) token ids of the row
+    pos: torch.Tensor        # (S,) position of each token in its own conversation
+    anchor: torch.Tensor     # (N,) row index of the anchor, ascending; padding at the end
+    start: torch.Tensor      # (N,) row index where the anchor's conversation starts
+    counted: torch.Tensor    # (N,) slots 1..counted have a label: all supervised and in the anchor's turn
+    index: torch.Tensor      # (M,) block*K + slot of the slots that count, padded with 0 to whole chunks
+
+
+def slots_of(ids, pos, start, anchors, run_length, n_anchors, block_size, chunk, device):
+    """Host numpy arrays of a row, its sorted anchors -> Slots of fixed N on `device` (design of slots: DFlash 3.2).
+
+    run_length (S,): supervised tokens that follow in the same turn. M is rounded up to whole chunks, at least one.
+    """
+    anchors = torch.as_tensor(anchors, dtype=torch.int64)
+    pad = (0, n_anchors - anchors.numel())
+    counted = torch.as_tensor(run_length)[anchors].clamp(max=block_size - 1)
+    slot = torch.arange(block_size)
+    counts = (slot >= 1) & (slot <= counted[:, None])                   # (N', K)
+    index = (torch.arange(anchors.numel())[:, None] * block_size + slot)[counts]
+    index = F.pad(index, (0, -index.numel() % chunk if index.numel() else chunk))
+    host = (torch.as_tensor(ids), torch.as_tensor(pos), F.pad(anchors, pad),
+            F.pad(torch.as_tensor(start)[anchors], pad), F.pad(counted, pad), index)
+    return Slots(*(to_device(t, device) for t in host))
+
+
+def default_gamma(block_size):
+    """Decay length of the slot weights: the published values, else K/2."""
+    return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, block_size / 2)
+
+
+def slot_weights(ce, counts, kind, gamma, alpha=0.5):
+    """Detached weights (N, K) of the per-slot loss. ce (N, K) with anything where a slot does not count.
+
+    "decay": exp(-(k-1)/gamma). "dpace": sum over m >= j of C_m, C_j = prod over i <= j of q'_i, q' = (1-alpha)q + alpha,
+    q = exp(-ce): the expected number of tokens a slot's success still unlocks.
+    """
+    if kind == "decay":
+        k = torch.arange(ce.shape[1], device=ce.device, dtype=torch.float32)
+        return torch.exp(-(k - 1) / gamma) * counts
+    q = torch.where(counts, (1 - alpha) * torch.exp(-ce.detach().float()) + alpha, 1.0)
+    reach = q.cumprod(1) * counts                                       # C_j, 0 where a slot doesn't count
+    return reach.flip(1).cumsum(1).flip(1) * counts
+
+
+# ------------------------------------------------------------------------------------------------------- loss
+
+
+class Head(nn.Module):
+    """The target's frozen output layer, with its soft cap if it has one. hidden (M, D) -> logits (M, V)."""
+
+    def __init__(self, linear, softcap=None):
+        super().__init__()
+        self.linear, self.softcap = linear, softcap
+
+    def cap(self, logits):
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def forward(self, hidden):
+        return self.cap(self.linear(hidden))
+
+
+def _ce_of_chunk(hidden, head, labels):
+    logits = head(hidden)
+    return F.cross_entropy(logits.float(), labels, reduction="none"), logits.argmax(-1) == labels
+
+
+def _ce_and_grad(logits, labels, softcap):
+    """raw logits (M, V) -> ce (M,), argmax == label (M,), d ce / d raw logits (M, V): three reads of the logits once fused."""
+    z = logits.float()
+    capped = z if softcap is None else torch.tanh(z / softcap) * softcap
+    lse = capped.logsumexp(-1)
+    ce = lse - capped.gather(-1, labels[:, None])[:, 0]
+    one_hot = torch.arange(z.shape[1], device=z.device) == labels[:, None]
+    grad = torch.exp(capped - lse[:, None]) - one_hot.float()
+    if softcap is not None:
+        grad = grad * (1 - (capped / softcap).square())
+    return ce, capped.argmax(-1) == labels, grad.to(logits.dtype)
+
+
+_ce_and_grad_compiled = torch.compile(_ce_and_grad, dynamic=False)
+
+
+class _FusedCE(torch.autograd.Function):
+    """Cross-entropy whose hidden gradient is made in the forward pass: the head is frozen, so nothing else of it is
+    needed, and no logits are kept or recomputed. Per-row weights come later, as the incoming gradient (M,)."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, softcap, labels, chunk, compiled):
+        ce, correct, grad = labels.new_empty(labels.shape, dtype=torch.float32), labels.bool(), torch.empty_like(hidden)
+        ce_and_grad = _ce_and_grad_compiled if compiled else _ce_and_grad
+        for i in range(0, labels.numel(), chunk):
+            rows = slice(i, i + chunk)
+            ce[rows], correct[rows], dlogits = ce_and_grad(F.linear(hidden[rows], weight, bias), labels[rows], softcap)
+            torch.mm(dlogits, weight, out=grad[rows])
+        ctx.save_for_backward(grad)
+        ctx.mark_non_differentiable(correct)
+        return ce, correct
+
+    @staticmethod
+    def backward(ctx, grad_ce, _):
+        (grad,) = ctx.saved_tensors
+        return grad * grad_ce[:, None].to(grad.dtype), *(None,) * 6
+
+
+def chunked_ce(hidden, head, labels, chunk, form="checkpoint", compiled=False):
+    """hidden (M, D), labels (M,), M a multiple of chunk -> ce (M,) fp32 with gradient, argmax == label (M,) bool.
+
+    "checkpoint" is the readable reference: each chunk's logits are made again in backward. "fused" makes the hidden
+    gradient in forward. Memory is that of one chunk's logits either way, whatever M is.
+    """
+    if form == "fused" and torch.is_grad_enabled() and hidden.requires_grad:
+        return _FusedCE.apply(hidden, head.linear.weight, head.linear.bias, head.softcap, labels, chunk, compiled)
+    parts = [checkpoint(_ce_of_chunk, h, head, y, use_reentrant=False)
+             for h, y in zip(hidden.split(chunk), labels.split(chunk))]
+    return tuple(torch.cat(p) for p in zip(*parts))
+
+
+class RowResult(NamedTuple):
+    loss: torch.Tensor      # () sum of w*ce over the row, with gradient; divided by the whole step's denominator later
+    denominator: torch.Tensor  # () sum of w ("decay") or number of valid blocks ("dpace")
+    ce: torch.Tensor        # (N, K) detached, 0 where a slot doesn't count
+    matches: torch.Tensor   # (N,) leading slots 1.. whose argmax equals the label
+    correct: torch.Tensor   # (N, K) bool
+
+
+class LossSpec(NamedTuple):
+    """How a row's loss is made; every field is a constant of the trainer."""
+    kind: str            # "decay" | "dpace"
+    gamma: float
+    form: str            # "checkpoint" | "fused"
+    chunk: int           # rows of logits at a time
+    compiled: bool
+
+
+def row_loss(drafter, embed, head, target_hidden, slots, make_mask, spec):
+    """Mask, forward and loss of one row. target_hidden (1, S, L*D); embed, head: the target's own, frozen -> RowResult."""
+    c = drafter.config
+    seq_len, n, k = slots.ids.numel(), slots.anchor.numel(), c.block_size
+    slot = torch.arange(k, device=slots.ids.device)
+    at = slots.anchor[:, None] + slot                                   # (N, K) row index of each slot's token
+    masks = {kind: make_mask(slots.start, slots.anchor, seq_len, k, c.window(c.layer_types.index(kind)))
+             for kind in dict.fromkeys(c.layer_types)}
+    inputs = torch.where(slot == 0, slots.ids[slots.anchor][:, None], c.mask_token_id)
+    hidden = drafter(target_hidden, embed(inputs.view(1, -1)), slots.pos,
+                     (slots.pos[slots.anchor][:, None] + slot).flatten(), masks)[0]  # (N*K, D)
+    labels = slots.ids[at.clamp(max=seq_len - 1)].flatten()[slots.index]
+    ce_rows, right_rows = chunked_ce(hidden[slots.index], head, labels, spec.chunk, spec.form, spec.compiled)
+    counts = (slot >= 1) & (slot <= slots.counted[:, None])             # (N, K)
+
+    def grid(rows):  # (M,) -> (N, K); the padding of `index` lands on slot 0 of block 0, which never counts
+        return rows.new_zeros(n * k).index_put((slots.index,), rows).view(n, k)
+    ce = torch.where(counts, grid(ce_rows), 0.0)
+    correct = grid(right_rows) & counts
+    weights = slot_weights(ce, counts, spec.kind, spec.gamma)
+    denominator = weights.sum() if spec.kind == "decay" else counts.any(1).sum().float()
+    return RowResult((weights * ce).sum(), denominator, ce.detach(), correct[:, 1:].cumprod(1).sum(1), correct)
+
+
+# ------------------------------------------------------------------------------------------------- acceptance
+
+
+def walk(matches, n_tokens):
+    """Passes of a speculative decoder over an answer of n_tokens (end-of-turn included), as z-lab's client counts.
+
+    matches[p]: slots accepted when the anchor is answer token p. -> tokens produced by each pass (the first answer
+    token comes from the prefill). Their mean over a whole set is tau.
+    """
+    produced, p = [], 0
+    while p < n_tokens - 1:
+        produced.append(min(1 + int(matches[p]), n_tokens - 1 - p))
+        p += produced[-1]
+    return produced
+
+
+class DraftCache:
+    """Keys and values of the accepted context, per attention module."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def append(self, module, k, v):
+        if module in self.kept:
+            k, v = torch.cat([self.kept[module][0], k], 2), torch.cat([self.kept[module][1], v], 2)
+        self.kept[module] = (k, v)
+        return k, v
+
+
+class Taps:
+    """Outputs of chosen decoder layers, caught by one hook each. Install on a model that one thread uses alone.
+
+    `output_hidden_states=[ids]` means a different layer in transformers 5.15, 5.17 and 5.24; a hook means one.
+    """
+
+    def __init__(self, layers, ids):
+        self.caught = {}
+        self.handles = [layers[i].register_forward_hook(self._hook(i)) for i in ids]
+        self.ids = ids
+
+    def _hook(self, i):
+        def hook(module, args, output):
+            self.caught[i] = output[0] if isinstance(output, tuple) else output
+        return hook
+
+    def collect(self):
+        """-> (B, T, L*D) of the last forward."""
+        return torch.cat([self.caught.pop(i) for i in self.ids], -1)
+
+    def remove(self):
+        for handle in self.handles:
+            handle.remove()
+
+
+def decode_mask(config, past, new, k, device):
+    """Masks of one block after `past` context tokens plus `new` ones just accepted, from the one definition."""
+    total = past + new
+    anchor, start = torch.tensor([total], device=device), torch.tensor([0], device=device)
+    return {kind: dense_mask(start, anchor, total, k, config.window(config.layer_types.index(kind)))
+            for kind in dict.fromkeys(config.layer_types)}
+
+
+def draft_block(drafter, embed, head, target_hidden, token, past, cache):
+    """Logits (K-1, V) for the tokens after `token` ((1,), at position past + new); target_hidden (1, new, L*D)."""
+    c, new, device = drafter.config, target_hidden.shape[1], target_hidden.device
+    k = c.block_size
+    inputs = torch.cat([token, token.new_full((k - 1,), c.mask_token_id)])[None]
+    hidden = drafter(target_hidden, embed(inputs), past + torch.arange(new, device=device),
+                     past + new + torch.arange(k, device=device), decode_mask(c, past, new, k, device), cache)
+    return head(hidden[0, 1:])
+
+
+def _probabilities(logits, temperature):
+    return torch.softmax(logits.float() / temperature, -1)
+
+
+def accept_greedy(draft, target_logits):
+    """draft (J,), target_logits (J+1, V) -> (number accepted, the target's own next token (1,))."""
+    best = target_logits.argmax(-1)
+    n = int((draft == best[:-1]).int().cumprod(0).sum())
+    return n, best[n:n + 1]
+
+
+def accept_sampled(draft, draft_probs, target_probs, generator):
+    """Rejection sampling (Leviathan et al. 2023): the accepted tokens plus the next one follow target_probs exactly.
+
+    draft (J,), draft_probs (J, V) it was drawn from, target_probs (J+1, V) -> (number accepted, next token (1,)).
+    """
+    rows = torch.arange(draft.numel(), device=draft.device)
+    ratio = target_probs[rows, draft] / draft_probs[rows, draft]
+    uniform = torch.rand(draft.shape, generator=generator, device=draft.device)
+    n = int((uniform < ratio).int().cumprod(0).sum())
+    residual = target_probs[n] if n == draft.numel() else (target_probs[n] - draft_probs[n]).clamp(min=0)
+    if residual.sum() <= 0:  # p == q up to rounding: any draw from p is right
+        residual = target_probs[n]
+    return n, torch.multinomial(residual, 1, generator=generator)
+
+
+def make_target_cache(target):
+    """A cache that can forget rejected tokens: croppable attention layers; linear layers through their recorded past."""
+    from transformers import DynamicCache
+    cache = DynamicCache(config=target.config.get_text_config())
+    if hasattr(cache, "activate_past_recording"):
+        cache.activate_past_recording()
+    elif "linear_attention" in (getattr(target.config.get_text_config(), "layer_types", None) or ()):
+        raise RuntimeError("this transformers can't roll back linear-attention caches; 5.15 or newer can")
+    return cache
+
+
+def recurrent_states(cache):
+    """[(state, copy of it)] of the linear layers; [] for a target that has none."""
+    return [(s, s.clone()) for layer in cache.layers for s in getattr(layer, "recurrent_states", {}).values() if s is not None]
+
+
+@torch.no_grad()
+def speculative_generate(drafter, embed, head, target, layers, input_ids, max_new_tokens, stop_ids,
+                         temperature=0.0, generator=None):
+    """Decode one prompt with target and drafter. input_ids (1, T) -> (answer ids (n,), tokens produced per pass).
+
+    Greedy (temperature 0) gives the target's own greedy answer; else the target's distribution is kept.
+    target: whole causal LM; layers: its decoder layers; drafter, embed, head on the target's device.
+    """
+    taps, cache, draft_cache = Taps(layers, drafter.config.target_layer_ids), make_target_cache(target), DraftCache()
+
+    def pick(logits):
+        return logits.argmax(-1) if temperature == 0 else \
+            torch.multinomial(_probabilities(logits, temperature), 1, generator=generator)[:, 0]
+    try:
+        logits = target(input_ids, past_key_values=cache, use_cache=True).logits[0, -1:]
+        context, length, past = taps.collect(), input_ids.shape[1], 0
+        cache.crop(0)  # transformers 5.17: sliding layers that record shrink to their window only here
+        answer, produced = [int(pick(logits))], []
+        while answer[-1] not in stop_ids and len(answer) < max_new_tokens:
+            token = input_ids.new_tensor(answer[-1:])
+            draft_logits = draft_block(drafter, embed, head, context, token, past, draft_cache)
+            draft, past = pick(draft_logits), length
+            block, before = torch.cat([token, draft])[None], recurrent_states(cache)
+            out = target(block, past_key_values=cache, use_cache=True).logits[0]
+            if temperature == 0:
+                n, bonus = accept_greedy(draft, out)
+            else:
+                n, bonus = accept_sampled(draft, _probabilities(draft_logits, temperature),
+                                          _probabilities(out, temperature), generator)
+            new = torch.cat([draft[:n], bonus]).tolist()[:max_new_tokens - len(answer)]
+            stop = next((i + 1 for i, t in enumerate(new) if t in stop_ids), len(new))
+            answer, length = answer + new[:stop], length + stop
+            produced.append(stop)
+            context = taps.collect()[:, :stop]
+            if before and stop < block.shape[1]:  # crop() leaves recurrent states where the rejected tokens put them
+                cache.crop(-block.shape[1])
+                for state, kept in before:
+                    state.copy_(kept)
+                target(block[:, :stop], past_key_values=cache, use_cache=True)
+                taps.collect()
+                cache.crop(0)
+            else:
+                cache.crop(length - cache.get_seq_length())  # a negative number: forget that many
+        return torch.tensor(answer), produced
+    finally:
+        taps.remove()
+
+
+# ------------------------------------------------------------------------------------------ the published files
+
+
+def config_json(c):
+    """DrafterConfig -> the dict that z-lab's client, vLLM, SGLang and speculators read. Never partial_rotary_factor or
+    mrope keys of the target, and no is_causal key: engines then take sliding = causal, full = bidirectional."""
+    sliding = "sliding_attention" in c.layer_types
+    extra = {k: getattr(c, k) for k, neutral in (("input_embedding_scale", 1.0), ("final_logit_softcapping", None))
+             if getattr(c, k) != neutral}
+    return {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": c.block_size,
+        "dflash_config": {"mask_token_id": c.mask_token_id, "target_layer_ids": list(c.target_layer_ids),
+                          "block_size": c.block_size, **extra},
+        "num_target_layers": c.num_target_layers, "layer_types": list(c.layer_types),
+        "sliding_window": c.sliding_window if sliding else None, "use_sliding_window": sliding,
+        "max_window_layers": c.num_layers, "hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.num_layers, "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim, "hidden_act": "silu", "rms_norm_eps": c.rms_norm_eps, "attention_bias": False,
+        "attention_dropout": 0.0, "initializer_range": c.initializer_range,
+        "max_position_embeddings": c.max_position_embeddings, "tie_word_embeddings": False, "vocab_size": c.vocab_size,
+        "dtype": "bfloat16", "torch_dtype": "bfloat16", "bos_token_id": c.bos_token_id, "eos_token_id": c.eos_token_id,
+        "pad_token_id": c.pad_token_id, "rope_theta": c.rope_theta, "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
+    }
+
+
+def config_from_json(j):
+    """The inverse, also for published drafters. Raises ValueError naming the key that is missing."""
+    d = {**j, **j.get("dflash_config", {})}
+    try:
+        layers, rope = d["num_hidden_layers"], d.get("rope_parameters") or {}
+        return DrafterConfig(
+            d["hidden_size"], d["intermediate_size"], layers, d["num_attention_heads"], d["num_key_value_heads"],
+            d.get("head_dim") or d["hidden_size"] // d["num_attention_heads"], d["vocab_size"], d["block_size"],
+            d["mask_token_id"], tuple(d["target_layer_ids"]), d["num_target_layers"],
+            tuple(d.get("layer_types") or ["full_attention"] * layers), d.get("sliding_window"),
+            float(d.get("rope_theta") or rope["rope_theta"]), d["rms_norm_eps"], d.get("initializer_range", 0.02),
+            d["max_position_embeddings"], d.get("bos_token_id"), d.get("eos_token_id"), d.get("pad_token_id"),
+            float(d.get("input_embedding_scale", 1.0)), d.get("final_logit_softcapping"))
+    except KeyError as e:
+        raise ValueError(f"config.json of the drafter lacks {e}") from None
+
+
+def save_drafter(directory, config, state):
+    """config.json + model.safetensors (bf16, published tensor names, no prefix) into an existing directory."""
+    directory = Path(directory)
+    (directory / "config.json").write_text(json.dumps(config_json(config), indent=2) + "\n")
+    save_file({name: t.to(torch.bfloat16).contiguous() for name, t in state.items()}, directory / "model.safetensors",
+              metadata={"format": "pt"})
+
+
+def load_drafter(directory):
+    """-> (DrafterConfig, state dict on the CPU) of a checkpoint of ours or a published one."""
+    directory = Path(directory)
+    config = config_from_json(json.loads((directory / "config.json").read_text()))
+    return config, load_file(directory / "model.safetensors")
+
+
+def differences(ours, theirs):
+    """Fields in which two configs can't share weights or meaning: 'name: ours X, theirs Y' lines."""
+    free = {"initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
+            "rms_norm_eps", "input_embedding_scale"}
+    a, b = asdict(ours), asdict(theirs)
+    return [f"{k}: {a[k]} here, {b[k]} there" for k in a if k not in free and a[k] != b[k]]

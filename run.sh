@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# bash run.sh [MODE] [NAME=VALUE ...]
+#
+#   (no mode)   trains with the constants of train_dflash.py when their devices exist, else runs the demo
+#   train       trains with the constants, never falls back
+#   demo        a small real run: target, training, one held-out prompt decoded; minutes on 2 CPU cores
+#   test        test_smoke.py, then tests/
+#   bench       tools/bench.py
+#   node        one of several machines; set NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
+#   inspect, eval, generate, ...   modes of train_dflash.py
+#
+# NAME=VALUE overrides a constant of train_dflash.py. Packages go to .venv, made on the first call;
+# PYTHON=/path/to/python bash run.sh ... uses an environment that has them.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+die() { echo "run.sh: $*" >&2; exit 1; }
+
+make_venv() {
+    command -v python3 >/dev/null || die "python3 is missing (Debian: apt install python3 python3-venv)"
+    python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+        die "python3 is $(python3 -V 2>&1), torch needs 3.10 or newer: PYTHON=/path/to/python bash run.sh"
+    python3 -c 'import ensurepip, venv' 2>/dev/null ||
+        die "python3 cannot make .venv, the Debian package python3-venv is missing: apt install python3-venv"
+    echo "run.sh: making .venv"
+    python3 -m venv --clear .venv
+}
+
+# The stamp, a copy of requirements.txt, is written last: an install that was cut short is done again.
+environment() {
+    if [[ -n "${PYTHON:-}" ]]; then
+        command -v "$PYTHON" >/dev/null || die "PYTHON=$PYTHON is not a program"
+        "$PYTHON" -c 'import torch, transformers, safetensors' 2>/dev/null ||
+            die "PYTHON=$PYTHON cannot import torch, transformers and safetensors (see requirements.txt)"
+        return
+    fi
+    PYTHON=.venv/bin/python
+    "$PYTHON" -m pip --version >/dev/null 2>&1 || make_venv
+    if ! cmp -s requirements.txt .venv/installed.txt; then
+        echo "run.sh: installing requirements.txt into .venv"
+        "$PYTHON" -m pip install -r requirements.txt || die "pip could not install them (see above)"
+        cp requirements.txt .venv/installed.txt
+    fi
+}
+
+# need MODULE PIP_ARGUMENTS...: packages that only the demo or the tests use
+need() {
+    "$PYTHON" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$1') is None)" && return
+    "$PYTHON" -m pip install "${@:2}" || die "pip could not install ${*:2} (see above)"
+}
+
+# setting NAME DEFAULT "$@": the value of the last NAME=VALUE, else the default
+setting() {
+    local name=$1 value=$2 word
+    for word in "${@:3}"; do [[ $word != "$name="* ]] || value=${word#*=}; done
+    echo "$value"
+}
+
+demo() {
+    local out target
+    out=$(setting OUT out/demo "$@")
+    target=$(setting TARGET "" "$@")
+    if [[ -z $target ]]; then
+        need gguf gguf==0.19.0
+        target=$("$PYTHON" tools/demo_target.py | tail -n 1)
+    fi
+    [[ $out != out/demo ]] || rm -rf out/demo   # starts anew; a directory named by the user is never cleared
+    "$PYTHON" train_dflash.py demo "$@" "TARGET=$target" "OUT=$out"
+    "$PYTHON" train_dflash.py generate TARGET_DEVICES=cpu MAX_NEW_TOKENS=64 "$@" "TARGET=$target" \
+        "CKPT=$out/latest" "PROMPT=How can I keep my desk tidy?"   # held out: a row of data/demo_eval.jsonl
+}
+
+tests() {
+    need pytest pytest==9.2.0
+    need hypothesis hypothesis==6.170.17
+    need gguf gguf==0.19.0
+    need dflash --no-deps dflash==0.1.0
+    "$PYTHON" test_smoke.py
+    "$PYTHON" -m pytest -q tests "$@"
+}
+
+mode=""
+if [[ $# -gt 0 && $1 != *=* ]]; then mode=$1; shift; fi
+if [[ $mode == help || $mode == -* ]]; then sed -n '2,/^set/{/^#/p}' "$0"; exit 0; fi
+environment
+case $mode in
+    "") rc=0; "$PYTHON" train_dflash.py devices "$@" || rc=$?
+        [[ $rc == 0 || $rc == 3 ]] || exit "$rc"
+        if [[ $rc == 0 ]]; then exec "$PYTHON" train_dflash.py "$@"; fi
+        echo "run.sh: running the demo instead (bash run.sh train insists on the devices above)"; demo "$@" ;;
+    train) exec "$PYTHON" train_dflash.py "$@" ;;
+    demo)  demo "$@" ;;
+    test)  tests "$@" ;;
+    bench) exec "$PYTHON" tools/bench.py "$@" ;;
+    node)  exec "$PYTHON" -m torch.distributed.run --rdzv_backend static --nproc_per_node 1 \
+               --nnodes "${NNODES:?number of machines}" --node_rank "${NODE_RANK:?0 on the first machine}" \
+               --rdzv_endpoint "${MASTER_ADDR:?address of the first machine}:${MASTER_PORT:-29500}" \
+               train_dflash.py "$@" ;;
+    *)     exec "$PYTHON" train_dflash.py "$mode" "$@" ;;
+esac

@@ -1,0 +1,521 @@
+"""Nothing is lost: dead threads, wrong settings, signals, kill -9, damaged checkpoints, full disks."""
+import errno
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+from safetensors.torch import load_file
+
+import common
+import train_dflash as trainer
+from common import (EOS, VOCAB, assert_same, data_file, eval_lines, log_lines, metrics, plus_one_target,
+                    random_target, scratch, start, straight, threads, train, until, untimed)
+
+SHAPE = dict(ROWS_PER_STEP=2, STEPS=8, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=3)
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    return straight(scratch() / "undisturbed", **SHAPE)
+
+
+def printed(capfd):
+    got = capfd.readouterr()
+    return got.out + got.err
+
+
+# ------------------------------------------------------------------------------------------ dead threads
+
+
+def fail_at(monkeypatch, where, name, call):
+    """The call-th call of `name` raises, in whichever thread makes it. -> a list: that thread's name."""
+    inner, count, lock, died = getattr(where, name), [0], threading.Lock(), []
+
+    def failing(*args, **kwargs):
+        with lock:
+            count[0] += 1
+            if count[0] == call:
+                died.append(threading.current_thread().name)
+                raise RuntimeError(f"boom in {name}")
+        return inner(*args, **kwargs)
+    monkeypatch.setattr(where, name, failing)
+    return died
+
+
+STAGES = [("reader", "target", "RowStream.row"), ("target", "target", "target_features"),
+          ("slots", "target", "make_slots"), ("put", "target", "Run.put"),
+          ("drafter", "drafter", "micro_step"),
+          ("average", "drafter", "Run.average"),
+          ("update", "drafter", "Replica.update"), ("evaluate", "drafter", "evaluate_row"),
+          ("evaluation's end", "drafter", "Run.merge_evaluation"), ("log", "drafter", "Run.log_if_due"),
+          ("state", "drafter", "Replica.state"), ("saver", "saver", "write_checkpoint")]
+
+
+@pytest.mark.parametrize("call", [1, 3])
+@pytest.mark.parametrize("stage, thread, path", STAGES, ids=[s[0] for s in STAGES])
+def test_a_worker_that_dies_ends_the_run(tmp_path, monkeypatch, capfd, stage, thread, path, call):
+    *owner, name = path.split(".")
+    died = fail_at(monkeypatch, getattr(trainer, owner[0]) if owner else trainer, name, call)
+    began = time.monotonic()  # train() itself finds threads that are left
+    code = train(tmp_path / "o", **dict(SHAPE, EVAL_EVERY=1, SAVE_EVERY=1), **threads(2, 2))
+    assert code not in (0, 2) and time.monotonic() - began < 15
+    text = printed(capfd)
+    assert died and died[0].startswith(thread), died
+    assert f"thread {died[0]}" in text and f"boom in {name}" in text and "Traceback" in text
+
+
+def test_out_of_memory_is_one_line_with_the_constants_to_lower(tmp_path, monkeypatch, capfd):
+    def micro_step(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore lines")
+    monkeypatch.setattr(trainer, "micro_step", micro_step)
+    assert train(tmp_path / "o", **SHAPE) == 1
+    text = printed(capfd)
+    line = next(x for x in text.splitlines() if "ERROR" in x)
+    assert "drafter-0" in line and "20.00 GiB" in line and "NUM_ANCHORS" in line and "SEQ_LEN" in line
+    assert "Traceback" not in text
+
+
+# ---------------------------------------------------------------------------------------- wrong settings
+
+
+def one_line(capfd, *wanted):
+    """Exit 2 left one line on stderr that holds all of `wanted`."""
+    got = capfd.readouterr()
+    lines = [x for x in got.err.splitlines() if x.strip() and not x.startswith("tokenising")]  # a bar's rest
+    assert len(lines) == 1, f"{len(lines)} lines on stderr:\n{got.err[-1500:]}"
+    missing = [w for w in map(str, wanted) if w not in lines[0]]
+    assert not missing, f"{missing} not in: {lines[0]}"
+
+
+WRONG = {
+    "unknown name": (dict(NOSUCH=1), "NOSUCH"),
+    "near name": (dict(STEP=1), "STEPS"),
+    "word for int": (dict(SEQ_LEN="abc"), "SEQ_LEN", "abc", "int"),
+    "float for int": (dict(LOG_EVERY=1.5), "LOG_EVERY", "1.5", "int"),
+    "list of words": (dict(TARGET_LAYER_IDS="a,b"), "TARGET_LAYER_IDS", "a,b", "None"),
+    "word for bool": (dict(COMPILE="yes"), "COMPILE", "yes", "bool"),
+    "choice": (dict(LOSS="cubic"), "LOSS", "cubic", "decay", "dpace"),
+    "zero": (dict(LR=0), "LR", "0"),
+    "block of one": (dict(BLOCK_SIZE=1), "BLOCK_SIZE", "1", "2"),
+    "mask id outside": (dict(MASK_TOKEN_ID=70), "MASK_TOKEN_ID", 70, VOCAB),
+    "negative mask id": (dict(MASK_TOKEN_ID=-1), "MASK_TOKEN_ID", -1, VOCAB),
+    "mask id is eos": (dict(MASK_TOKEN_ID=EOS), "MASK_TOKEN_ID", EOS, "eos"),
+    "last layer tapped": (dict(TARGET_LAYER_IDS="0,3"), "TARGET_LAYER_IDS", "3", "0..2"),
+    "negative tap": (dict(TARGET_LAYER_IDS="-1,2"), "TARGET_LAYER_IDS", "-1", "0..2"),
+    "falling taps": (dict(TARGET_LAYER_IDS="2,0"), "TARGET_LAYER_IDS", "[2, 0]"),
+    "too few layers": (dict(TARGET_LAYER_IDS=None), "TARGET_LAYER_IDS", "4 layers"),
+    "no target": (dict(TARGET="/nowhere/model"), "TARGET", "/nowhere/model"),
+    "no data": (dict(DATA="/nowhere/train.jsonl"), "DATA", "/nowhere/train.jsonl"),
+    "no eval data": (dict(EVAL_DATA="/nowhere/eval.jsonl", EVAL_EVERY=2), "EVAL_DATA", "/nowhere/eval.jsonl"),
+    "no checkpoint": (dict(RESUME="/nowhere/step_1"), "RESUME", "/nowhere/step_1"),
+    "no initial drafter": (dict(INIT_FROM="/nowhere/drafter"), "INIT_FROM", "/nowhere/drafter"),
+    "drafters without rows": (dict(ROWS_PER_STEP=1, DRAFTER_DEVICES="cpu,cpu"), "ROWS_PER_STEP", "1", "2",
+                              "DRAFTER_DEVICES"),
+    "no such device": (dict(DRAFTER_DEVICES="cuda:99"), "DRAFTER_DEVICES", "cuda:99", "cpu"),
+    "no such kind": (dict(TARGET_DEVICES="gpu"), "TARGET_DEVICES", "gpu", "cpu"),
+    "layer types": (dict(LAYER_TYPES="full_attention"), "LAYER_TYPES", "DRAFT_LAYERS", "1", "2"),
+    "layer kind": (dict(LAYER_TYPES="full_attention,linear"), "LAYER_TYPES", "linear", "sliding_attention"),
+    "too little data": (dict(STEPS=None, EPOCHS=1, ROWS_PER_STEP=500), "ROWS_PER_STEP", "500", "EPOCHS"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_settings_end_with_one_line(tmp_path, capfd, case):
+    settings, *wanted = WRONG[case]
+    assert train(tmp_path / "o", **settings) == 2
+    one_line(capfd, *wanted)
+
+
+def test_a_target_whose_weights_are_missing_is_refused(tmp_path, capfd):
+    target = shutil.copytree(random_target(), tmp_path / "target")
+    state = load_file(target / "model.safetensors")
+    state.pop("model.layers.1.mlp.up_proj.weight")
+    safetensors.torch.save_file(state, target / "model.safetensors", metadata={"format": "pt"})
+    assert train(tmp_path / "o", TARGET=target) == 2
+    assert "layers.1.mlp.up_proj.weight" in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_an_unknown_mode_is_refused(capfd):
+    assert common.mode("trian") == 2
+    one_line(capfd, "trian", "train")
+
+
+INIT = {
+    "block size": (dict(BLOCK_SIZE=6), "block_size", "6", "4"),
+    "layers": (dict(DRAFT_LAYERS=3), "num_layers", "3", "2"),
+    "taps": (dict(TARGET_LAYER_IDS="0,1"), "target_layer_ids", "(0, 1)", "(0, 2)"),
+    "mask": (dict(MASK_TOKEN_ID=40), "mask_token_id", "40", "3"),
+    "another target": (dict(TARGET=plus_one_target), "hidden_size", "64", "32"),
+}
+
+
+@pytest.mark.parametrize("case", INIT)
+def test_a_drafter_that_does_not_fit_is_refused(tmp_path, capfd, undisturbed, case):
+    settings, *wanted = INIT[case]
+    settings = {k: v() if callable(v) else v for k, v in settings.items()}
+    assert train(tmp_path / "o", INIT_FROM=undisturbed / "latest", **settings) == 2
+    one_line(capfd, "INIT_FROM", *wanted)
+
+
+RESUMED = {
+    "fresh run wanted": (dict(RESUME="no"), "RESUME", "no"),
+    "horizon": (dict(STEPS=9), "STEPS", "9", "8"),
+    "seed": (dict(SEED=7), "SEED", "7", "0"),
+    "taps": (dict(TARGET_LAYER_IDS="1,2"), "target_layer_ids", "(1, 2)", "(0, 2)"),
+    "block size": (dict(BLOCK_SIZE=5), "block_size", "5", "4"),
+    "rows a step": (dict(ROWS_PER_STEP=4), "ROWS_PER_STEP", "4", "2"),
+    "sequence": (dict(SEQ_LEN=128), "SEQ_LEN", "128", "64"),
+    "loss": (dict(LOSS="dpace"), "LOSS", "dpace", "decay"),
+    "data": (dict(DATA=lambda: data_file("other", 30, seed=9)), "DATA", "other"),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_what_can_not_be_resumed_is_refused(tmp_path, capfd, undisturbed, case):
+    out = shutil.copytree(undisturbed, tmp_path / "o", symlinks=True)
+    settings, *wanted = RESUMED[case]
+    before = sorted((p.name, p.stat().st_mtime_ns) for p in out.glob("step_*/*")), metrics(out)
+    settings = {k: v() if callable(v) else v for k, v in settings.items()}
+    assert train(out, **dict(SHAPE, **settings)) == 2
+    one_line(capfd, *wanted)
+    assert before == (sorted((p.name, p.stat().st_mtime_ns) for p in out.glob("step_*/*")), metrics(out))
+
+
+def test_the_command_line_ends_with_one_line(tmp_path):
+    done = common.command(tmp_path / "o", MASK_TOKEN_ID=70)
+    assert done.returncode == 2 and "Traceback" not in done.stdout + done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and "MASK_TOKEN_ID = 70" in done.stderr
+
+
+# ----------------------------------------------------------------------------------------------- one OUT
+
+
+def _hang_after(rows):
+    """The target makes `rows` rows, then hangs."""
+    inner, count = trainer.target_features, [0]
+
+    def hang_here(*args):
+        count[0] += 1
+        if count[0] > rows:
+            time.sleep(1000)
+        return inner(*args)
+    trainer.target_features = hang_here
+
+
+def test_two_runs_on_one_out_the_second_refuses(tmp_path, capfd):
+    first = start(tmp_path / "o", _hang_after, (4,), **dict(SHAPE, EVAL_EVERY=0))
+    try:
+        until(lambda: metrics(tmp_path / "o") or first.process.exitcode is not None)
+        capfd.readouterr()
+        assert train(tmp_path / "o", **SHAPE) == 2
+        one_line(capfd, "OUT", tmp_path / "o", first.pid)
+        assert first.process.is_alive()
+    finally:
+        first.process.kill()
+        first.code()
+    straight(tmp_path / "o", **SHAPE)  # the lock dies with its process
+
+
+def test_a_stalled_run_says_where_it_hangs_and_ends(tmp_path):
+    began = time.monotonic()
+    child = start(tmp_path / "o", _hang_after, (4,), **dict(SHAPE, STALL_S=2, EVAL_EVERY=0), **threads(2, 2))
+    assert child.code(40) == 1 and time.monotonic() - began < 30
+    text = child.text()
+    fills = r"queues \[target\]\[drafter\] \[\[\d, \d\], \[\d, \d\]\]"
+    assert re.search(rf"STALLED.*STALL_S.*{fills}.*gate: ", text)
+    assert "in hang_here" in text and "in drafter_worker" in text and "in target_worker" in text
+
+
+# ---------------------------------------------------------------------------------------------- signals
+
+
+def signal_at(monkeypatch, number, call):
+    """The signal comes during the call-th micro-step, which then takes a while."""
+    inner, count = trainer.micro_step, [0]
+
+    def micro_step(*args):
+        count[0] += 1
+        if count[0] == call:
+            os.kill(os.getpid(), number)
+            time.sleep(0.6)
+        return inner(*args)
+    monkeypatch.setattr(trainer, "micro_step", micro_step)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("drafters", [1, 2])
+def test_a_signal_saves_and_resume_is_exact(tmp_path, monkeypatch, undisturbed, number, code, drafters):
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    base = undisturbed if drafters == 1 else straight(tmp_path / "base", **SHAPE, **threads(2, 2))
+    with monkeypatch.context() as patch:
+        signal_at(patch, number, 5)  # a row of step 3: no step at which a save is due
+        began = time.monotonic()
+        assert train(tmp_path / "o", **SHAPE, **threads(drafters, drafters)) == code
+        assert time.monotonic() - began < 10
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
+    latest = (tmp_path / "o" / "latest").resolve()
+    assert latest.name == "step_00000003" and log_lines(tmp_path / "o")[-1]["step"] == 3
+    straight(tmp_path / "o", **SHAPE, **threads(drafters, drafters))
+    assert_same(tmp_path / "o" / "latest", base / "latest")
+    assert untimed(tmp_path / "o") == untimed(base)
+
+
+def _slow_step(marker):
+    def micro_step(*args):
+        Path(marker).touch()
+        time.sleep(1000)
+    trainer.micro_step = micro_step
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_second_signal_ends_at_once(tmp_path, number, code):
+    child = start(tmp_path / "o", _slow_step, (tmp_path / "marker",), **SHAPE)
+    until((tmp_path / "marker").exists)
+    os.kill(child.pid, number)
+    until(lambda: f"signal {number}" in child.text())
+    assert child.process.is_alive()
+    began = time.monotonic()
+    os.kill(child.pid, number)
+    assert child.code(20) == code and time.monotonic() - began < 3
+
+
+# ---------------------------------------------------------------------------------------------- kill -9
+
+MANY = dict(ROWS_PER_STEP=2, STEPS=40, EVAL_EVERY=7, SAVE_EVERY=1, KEEP=2, LOG_EVERY=4)
+
+
+def complete(out):
+    """`latest`, if there is one, is a checkpoint that can be read."""
+    latest = Path(out) / "latest"
+    if latest.is_symlink():
+        assert len(load_file(latest / "model.safetensors")) == 2 * 11 + 3
+        assert trainer.read_checkpoint(latest)[0]["step"] == int(latest.resolve().name[5:])
+
+
+def no_leftovers(out):
+    """No temporary file of any kind."""
+    left = [p for p in Path(out).rglob("*") if p.name != ".lock" and any(
+        mark in p.name or p.name.startswith(".") for mark in ("part", "new", "tmp"))]
+    assert not left, left
+
+
+def test_kill_9_at_five_random_instants_changes_nothing(tmp_path):
+    """A save is under way nearly all the time; the instants differ between runs, what comes out does not."""
+    settings = dict(MANY, **threads(2, 2))
+    base, out, rng = straight(tmp_path / "base", **settings), tmp_path / "o", random.Random(5)
+    for _ in range(5):
+        seen = len(metrics_text(out))
+        child = start(out, **settings)
+        until(lambda: len(metrics_text(out)) > seen or child.process.exitcode is not None)
+        time.sleep(rng.uniform(0, 0.1))
+        os.kill(child.pid, signal.SIGKILL)
+        assert child.code() == -signal.SIGKILL, "the run was over before it was killed"
+        complete(out)
+    straight(out, **settings)
+    assert_same(out / "latest", base / "latest")
+    assert untimed(out) == untimed(base)
+    no_leftovers(out)
+
+
+def metrics_text(out):
+    path = Path(out) / "metrics.jsonl"
+    return path.read_text() if path.exists() else ""
+
+
+def _kill_at_operation(which):
+    """kill -9 before the saver's which-th operation on files (open, mkdir, rename, unlink, ...)."""
+    count = [0]
+
+    def audit(event, args):
+        if event.split(".")[0] in ("open", "os", "shutil") and threading.current_thread().name == "saver":
+            count[0] += 1
+            if count[0] == which:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(audit)
+
+
+def operations(tmp_path):
+    """How many operations two saves take."""
+    child = start(tmp_path / "count", _count_operations, (tmp_path / "n",), **dict(SHAPE, STOP_AT=4))
+    assert child.code() == 0
+    return int((tmp_path / "n").read_text())
+
+
+def _count_operations(path):
+    count = [0]
+
+    def audit(event, args):
+        if event.split(".")[0] in ("open", "os", "shutil") and threading.current_thread().name == "saver":
+            count[0] += 1
+    sys.addaudithook(audit)
+    wait = trainer.Saver.wait
+    trainer.Saver.wait = lambda saver: (wait(saver), Path(path).write_text(str(count[0])))
+
+
+def test_kill_9_before_any_file_operation_of_a_save(tmp_path, undisturbed):
+    """From the first operation of the first save to the last of the second, eight of them."""
+    n = operations(tmp_path)
+    assert n > 20
+    for i, which in enumerate(sorted(random.Random(1).sample(range(1, n + 1), 6) + [1, n])):
+        out = tmp_path / f"o{i}"
+        assert start(out, _kill_at_operation, (which,), **SHAPE).code() == -signal.SIGKILL
+        complete(out)
+        straight(out, **SHAPE)
+        assert_same(out / "latest", undisturbed / "latest")
+        assert untimed(out) == untimed(undisturbed)
+        no_leftovers(out)
+
+
+def test_half_written_checkpoints_of_any_step_are_cleared(tmp_path, undisturbed):
+    """A run killed while a signal made it save at step 3: nobody will write that step's files again."""
+    out = tmp_path / "o"
+    (out / ".part_step_00000003").mkdir(parents=True)
+    (out / ".part_step_00000003" / "trainer.safetensors").write_bytes(b"half")
+    straight(out, **SHAPE)
+    no_leftovers(out)
+
+
+# ---------------------------------------------------------------------------------- damaged checkpoints
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size - 7)
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) * 2 // 3] ^= 4
+    path.write_bytes(data)
+
+
+DAMAGE = [(truncate, "model.safetensors"), (flip, "model.safetensors"), (flip, "trainer.safetensors"),
+          (os.unlink, "config.json"), (truncate, "trainer.safetensors"), (os.unlink, "trainer.safetensors"),
+          (os.unlink, "trainer.json"), (truncate, "trainer.json"), (os.unlink, "model.safetensors")]
+
+
+@pytest.mark.parametrize("damage, name", DAMAGE)
+def test_a_damaged_newest_checkpoint_is_said_and_not_used(tmp_path, capfd, undisturbed, damage, name):
+    out = straight(tmp_path / "o", **SHAPE, STOP_AT=4)
+    damage(out / "step_00000004" / name)
+    capfd.readouterr()
+    straight(out, **SHAPE)
+    text = printed(capfd)
+    assert "step_00000004 is damaged" in text and "resuming from" in text and "step_00000002, step 2" in text
+    assert_same(out / "latest", undisturbed / "latest")
+    assert untimed(out) == untimed(undisturbed)
+
+
+def test_no_usable_checkpoint_is_an_error_not_a_fresh_start(tmp_path, capfd):
+    out = straight(tmp_path / "o", **SHAPE, STOP_AT=4)
+    for step in (2, 4):
+        truncate(out / f"step_0000000{step}" / "trainer.safetensors")
+    capfd.readouterr()
+    assert train(out, **SHAPE) == 2
+    one_line(capfd, out)
+
+
+# -------------------------------------------------------------------------------------- full disk, KEEP
+
+
+FULL = [OSError(errno.ENOSPC, "No space left on device"),
+        safetensors.SafetensorError("Error while serializing: I/O error: No space left on device")]
+
+
+def disk_full(monkeypatch, saves, error):
+    """Saves with these numbers (from 1) find no room; on a full tmpfs the error is safetensors' own."""
+    inner, count = trainer.save_file, [0]
+
+    def save_file(*args, **kwargs):
+        count[0] += 1
+        if count[0] in saves:
+            raise error
+        return inner(*args, **kwargs)
+    monkeypatch.setattr(trainer, "save_file", save_file)
+
+
+@pytest.mark.parametrize("error", FULL, ids=["os", "safetensors"])
+def test_a_full_disk_is_said_and_the_run_goes_on(tmp_path, monkeypatch, capfd, undisturbed, error):
+    disk_full(monkeypatch, [1, 2], error)
+    straight(tmp_path / "o", **SHAPE)
+    text = printed(capfd)
+    for step in (2, 4):
+        assert re.search(rf"WARNING.*step {step} .*No space left", text)
+    assert_same(tmp_path / "o" / "latest", undisturbed / "latest")
+    assert sorted(p.name for p in (tmp_path / "o").glob("step_*")) == ["step_00000006", "step_00000008"]
+    no_leftovers(tmp_path / "o")
+
+
+@pytest.mark.parametrize("error", FULL, ids=["os", "safetensors"])
+def test_a_full_disk_at_the_last_save_is_an_error(tmp_path, monkeypatch, capfd, error):
+    disk_full(monkeypatch, [4], error)
+    assert train(tmp_path / "o", **SHAPE) == 1
+    assert "step 8 could not be written" in printed(capfd).splitlines()[-1]
+    assert (tmp_path / "o" / "latest").resolve().name == "step_00000006"
+    complete(tmp_path / "o")
+
+
+def _no_room():
+    """The trainer's state is larger than any file may be; the published one isn't."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, resource.RLIM_INFINITY))
+
+
+def test_a_write_that_the_system_refuses(tmp_path, capfd):
+    child = start(tmp_path / "o", _no_room, **SHAPE)
+    assert child.code() == 1
+    assert child.text().count("could not be written") >= 4 and "Traceback" not in child.text()
+    assert [m["step"] for m in log_lines(tmp_path / "o")] == list(range(1, 9))
+    no_leftovers(tmp_path / "o")
+
+
+def taus(monkeypatch, values):
+    """Evaluations find these tau."""
+    inner, left = trainer.EvalSums.metrics, list(values)
+    monkeypatch.setattr(trainer.EvalSums, "metrics", lambda sums: {**inner(sums), "tau": left.pop(0)})
+
+
+def test_keep_rotates_but_not_the_best_and_not_the_newest(tmp_path, monkeypatch):
+    """Step 0 is no candidate; the first of equals stays the best."""
+    taus(monkeypatch, [9.0, 1.5, 2.5, 2.0, 2.5, 1.0, 1.0])
+    out = straight(tmp_path / "o", STEPS=6, EVAL_EVERY=1, SAVE_EVERY=1, KEEP=2)
+    assert [m["tau"] for m in eval_lines(out)] == [9.0, 1.5, 2.5, 2.0, 2.5, 1.0, 1.0]
+    assert sorted(p.name for p in out.glob("step_*")) == ["step_00000002", "step_00000005", "step_00000006"]
+    assert os.readlink(out / "best") == "step_00000002" and os.readlink(out / "latest") == "step_00000006"
+
+
+def test_the_best_survives_a_resume(tmp_path, monkeypatch):
+    taus(monkeypatch, [1.0, 1.5, 2.5, 2.0, 2.1, 2.2, 2.3])
+    straight(tmp_path / "o", STEPS=6, EVAL_EVERY=1, SAVE_EVERY=1, KEEP=1, STOP_AT=3)
+    out = straight(tmp_path / "o", STEPS=6, EVAL_EVERY=1, SAVE_EVERY=1, KEEP=1)
+    assert sorted(p.name for p in out.glob("step_*")) == ["step_00000002", "step_00000006"]
+    assert os.readlink(out / "best") == "step_00000002"
+
+
+def test_rotation_never_removes_what_was_just_saved(tmp_path):
+    """A damaged step 6 stays the highest number while the run goes on from step 2 and saves step 3."""
+    out = straight(tmp_path / "o", STEPS=8, SAVE_EVERY=2, KEEP=4, STOP_AT=6)
+    for step in (4, 6):
+        truncate(out / f"step_0000000{step}" / "trainer.safetensors")
+    straight(out, STEPS=8, SAVE_EVERY=100, KEEP=1, STOP_AT=3)
+    assert (out / "latest").resolve().name == "step_00000003"
+    complete(out)
+
+
+def test_every_checkpoint_is_servable_and_holds_nothing_else(undisturbed):
+    """The file formats' details are test_smoke.py's; here: each one is whole."""
+    found = sorted(undisturbed.glob("step_*"))
+    assert len(found) >= 3
+    for path in found:
+        info, state = trainer.read_checkpoint(path)
+        assert info["step"] == int(path.name[5:]) and common.config_of(path)["model_type"] == "qwen3"
+        assert all(t.dtype == torch.float32 for t in state.values())

@@ -1,0 +1,394 @@
+"""tools/regenerate.py against a stand-in OpenAI-compatible server, and with a tiny random target."""
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "tools" / "regenerate.py"
+QUICK = ("BACKOFF_S=0.02", "TIMEOUT_S=0.5", "CONCURRENCY=8", "MODEL=stand-in")
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Echoes the last message. The first word of a prompt names the trouble its first attempts meet."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = body["messages"][-1]["content"]
+        with self.server.lock:
+            self.server.asked[text] += 1
+            self.server.bodies.append((self.path, body))
+            attempt = self.server.asked[text]
+        time.sleep(self.server.delay)
+        trouble = text.split()[0] if attempt <= self.server.bad_attempts else ""
+        if trouble == "reset":  # RST instead of a reply
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+            return
+        if trouble == "slow":
+            time.sleep(0.8)
+        status = {"busy": 500, "limit": 429}.get(trouble, 400 if text.startswith("refused") else 200)
+        finish = "abort" if trouble == "abort" else "length" if text.startswith("cut") else "stop"
+        message = {"role": "assistant", "content": "echo " + text}
+        reply = {"choices": [{"message": message, "finish_reason": finish}]}
+        data = b"no json" if trouble == "garbage" else json.dumps(reply).encode()
+        try:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data) + (9 if trouble == "short" else 0)))
+            self.end_headers()
+            self.wfile.write(data)
+        except OSError:
+            pass  # the other side gave up waiting
+        self.close_connection = True
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.lock, server.asked, server.bodies = threading.Lock(), Counter(), []
+    server.delay, server.bad_attempts = 0.0, 1
+    server.url = f"URL=http://127.0.0.1:{server.server_port}/v1"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def prompts(path, texts):
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return f"PROMPTS={path}"
+
+
+def start(*words):
+    return subprocess.Popen([sys.executable, str(SCRIPT), *words], text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def call(*words):
+    process = start(*words)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def answers(path):
+    """prompt -> answer; fails when a prompt is there twice."""
+    rows = rows_of(path)
+    result = {row["messages"][-2]["content"]: row["messages"][-1]["content"] for row in rows}
+    assert len(result) == len(rows), "a row is doubled"
+    return result
+
+
+def one_line(result, *words):
+    code, _, err = result
+    lines = err.strip().splitlines()
+    assert code not in (0, None) and len(lines) == 1 and "Traceback" not in err, err
+    assert all(word in lines[0] for word in words), err
+
+
+# ---- server --------------------------------------------------------------------------------------
+
+
+def test_every_form_of_line_is_answered_once(server, tmp_path):
+    lines = [{"prompt": "one", "response": "old"},
+             {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "two"},
+                           {"role": "assistant", "content": "old"}], "source": "web"},
+             {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"},
+                                {"from": "human", "value": "three"}, {"from": "gpt", "value": "old"}]},
+             {"messages": [{"role": "user", "content": "four\u2028 \U0001f642 \ud83d"}],
+              "tools": [{"type": "function", "function": {"name": "f"}}]},
+             {"prompt": "one"}, {"input_ids": [1, 2], "loss_mask": [0, 1]}, {"messages": []},
+             {"prompt": None}, 7,
+             {"messages": [{"role": "system", "content": "no question"}]}]
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(map(json.dumps, lines)).encode() + b"\r\n\r\n{torn")
+    code, text, err = call(f"PROMPTS={source}", f"OUT={out}", server.url, *QUICK, "MAX_NEW_TOKENS=7",
+                           "CHAT_TEMPLATE_KWARGS={'enable_thinking': False}")
+    assert code == 0, err
+    rows = {row["messages"][-2]["content"]: row for row in rows_of(out)}
+    assert set(rows) == {"one", "two", "three", "four\u2028 \U0001f642 \ud83d"} and len(rows_of(out)) == 4
+    for key, row in rows.items():
+        assert row["messages"][-1] == {"role": "assistant", "content": "echo " + key}
+    assert rows["two"]["source"] == "web" and rows["two"]["messages"][0]["role"] == "system"
+    assert [m["content"] for m in rows["three"]["messages"]] == ["a", "b", "three", "echo three"]
+    assert "4 rows" in text and "6 bad lines" in text and "1 duplicates" in text
+    for number in (6, 7, 8, 9, 10, 12):
+        assert f"line {number}: skipped" in err
+    path, body = next(item for item in server.bodies if "tools" in item[1])
+    assert path == "/v1/chat/completions" and body["max_tokens"] == 7 and body["temperature"] == 0
+    assert body["model"] == "stand-in" and body["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_troubles_are_retried_and_cut_answers_marked(server, tmp_path):
+    server.bad_attempts = 2
+    kinds = ("busy", "limit", "reset", "slow", "garbage", "short", "abort", "cut", "fine")
+    texts, out = [f"{kind} {i}" for i in range(4) for kind in kinds], tmp_path / "out.jsonl"
+    words = prompts(tmp_path / "in.jsonl", texts), f"OUT={out}", server.url
+    code, text, err = call(*words, *QUICK, "RETRIES=3")
+    assert code == 0, err
+    assert answers(out) == {text: "echo " + text for text in texts}
+    cut = [row["messages"][0]["content"] for row in rows_of(out) if row["finish_reason"] == "length"]
+    assert sorted(cut) == [f"cut {i}" for i in range(4)] and "4 cut" in text
+    assert server.asked["busy 0"] == server.asked["reset 1"] == server.asked["slow 2"] == 3
+    assert server.asked["fine 0"] == 1
+
+
+def test_rows_that_fail_are_listed_and_asked_again_next_time(server, tmp_path):
+    server.bad_attempts = 3
+    words = (prompts(tmp_path / "in.jsonl", ["busy a", "fine b", "refused c"]), f"OUT={tmp_path / 'out'}",
+             server.url)
+    code, text, err = call(*words, *QUICK, "RETRIES=2")
+    assert code == 1 and "2 failed" in text and "Traceback" not in err
+    assert 'failed: "busy a" HTTP 500' in err and 'failed: "refused c" HTTP 400' in err
+    assert server.asked == {"busy a": 3, "fine b": 1, "refused c": 1}  # a refusal is not retried
+    code, text, err = call(*words, *QUICK, "RETRIES=2")
+    assert code == 1 and "2 rows, 1 there already" in text and server.asked["fine b"] == 1
+    assert answers(tmp_path / "out") == {"busy a": "echo busy a", "fine b": "echo fine b"}
+
+
+def test_a_server_that_is_gone_ends_the_run_early(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"URL=http://127.0.0.1:{free.getsockname()[1]}/v1"
+    texts = [str(i) for i in range(2000)]
+    code, text, err = call(prompts(tmp_path / "in.jsonl", texts), f"OUT={tmp_path / 'out'}", url, *QUICK,
+                           "RETRIES=1", "MAX_FAILED_IN_A_ROW=10")
+    assert code == 1 and "refused" in err and "2000 failed" in text
+    assert 10 <= err.count("failed: ") < 40  # the others were not asked
+
+
+def wait_for_rows(path, count, process):
+    until = time.monotonic() + 60
+    while time.monotonic() < until and process.poll() is None:
+        if path.exists() and path.read_bytes().count(b"\n") >= count:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"no {count} rows: {process.poll()}")
+
+
+def test_kill_and_resume_loses_and_doubles_no_row(server, tmp_path):
+    server.delay = 0.03
+    texts, out = [f"fine {i}" for i in range(300)], tmp_path / "out.jsonl"
+    words = prompts(tmp_path / "in.jsonl", texts), f"OUT={out}", server.url, *QUICK
+    for count in (40, 110, 180):
+        process = start(*words)
+        wait_for_rows(out, count, process)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        with open(out, "ab") as file:  # what a kill inside a write leaves
+            file.write(b'{"messages": [{"role": "user", "content": "fine 29')
+    kept = set(answers_of_whole_lines(out))
+    assert 180 <= len(kept) < 300
+    code, text, err = call(*words)
+    assert code == 0, err
+    assert answers(out) == {text: "echo " + text for text in texts}
+    assert f"300 rows, {len(kept)} there already" in text
+    # asked twice at most: those in flight when a kill came, at most one for each thread and kill
+    assert sum(server.asked.values()) <= 300 + 3 * 8
+    asked = sum(server.asked.values())
+    assert call(*words)[0] == 0 and sum(server.asked.values()) == asked  # nothing left to ask
+
+
+def answers_of_whole_lines(path):
+    return [json.loads(line)["messages"][0]["content"] for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def test_two_processes_do_not_write_one_file(server, tmp_path):
+    server.delay = 0.4
+    words = (prompts(tmp_path / "in.jsonl", [f"fine {i}" for i in range(40)]), f"OUT={tmp_path / 'out'}",
+             server.url)
+    first = start(*words, *QUICK)
+    wait_for_rows(tmp_path / "out", 1, first)
+    one_line(call(*words, *QUICK), "another process")
+    first.kill()
+    first.communicate()
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words, told", [
+    (["NO_SUCH=1"], ["NO_SUCH", "known", "CONCURRENCY"]),
+    (["concurrency=4"], ["concurrency"]),
+    (["--help"], ["--help", "known"]),
+    (["CONCURRENCY=many"], ["CONCURRENCY=many", "int"]),
+    (["CONCURRENCY=0"], ["CONCURRENCY=0", "at least 1"]),
+    (["TEMPERATURE=hot"], ["TEMPERATURE=hot", "float"]),
+    (["ROUNDTRIP=1"], ["ROUNDTRIP=1", "bool"]),
+    (["CHAT_TEMPLATE_KWARGS=[]"], ["CHAT_TEMPLATE_KWARGS", "dict"]),
+    (["TOP_P=0"], ["TOP_P"]),
+    (["URL="], ["URL", "TARGET"]),
+    (["TARGET=there"], ["URL", "TARGET"]),
+    (["MODEL="], ["MODEL"]),
+    (["URL=localhost:8000"], ["URL=localhost:8000"]),
+    (["PROMPTS=/nowhere.jsonl"], ["/nowhere.jsonl", "No such file"]),
+    (["PROMPTS=none:5"], ["none:5", "TARGET"]),
+    (["OUT=/nowhere/out.jsonl"], ["/nowhere/out.jsonl"]),
+])
+def test_bad_settings_are_one_line(tmp_path, words, told):
+    good = (prompts(tmp_path / "in", ["a"]), f"OUT={tmp_path / 'out'}",
+            "URL=http://127.0.0.1:9/v1", "MODEL=m")
+    one_line(call(*good, *words), *told)
+
+
+def test_other_settings_or_a_damaged_file_are_refused(server, tmp_path):
+    out = tmp_path / "out"
+    words = prompts(tmp_path / "in.jsonl", ["fine"]), f"OUT={out}", server.url, *QUICK
+    assert call(*words)[0] == 0
+    one_line(call(*words, "TEMPERATURE=0.7"), "TEMPERATURE=0.0", "0.7", "another OUT")
+    out.write_bytes(b"garbage\n" + out.read_bytes())
+    one_line(call(*words), "line 1 is not JSON")
+
+
+# ---- a local target ------------------------------------------------------------------------------
+
+TEMPLATE = ("{% for m in messages %}{{ '<s>' + m['role'] + '\n' + m['content'] + '</s>' + '\n' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A random llama over ASCII and three bytes that are no text alone; it ends a turn now and then."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    folder = tmp_path_factory.mktemp("tiny")
+    letters = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ", "Ã", "Ä", "Å"]
+    vocab = {token: i for i, token in enumerate(["<s>", "</s>", *letters])}
+    bpe = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="</s>",
+                            chat_template=TEMPLATE).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(vocab), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2,
+                         bos_token_id=0, eos_token_id=1, pad_token_id=1)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)  # not nearly uniform: greedy then doesn't hang on rounding
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def regenerate(tiny):
+    """The module, for calls in this process: starting torch anew each time would take most of the time."""
+    sys.path.insert(0, str(SCRIPT.parent))
+    import regenerate as module
+    return module
+
+
+def run(module, monkeypatch, capsys, tiny, *words):
+    for name, value in module.SETTINGS.items():
+        monkeypatch.setattr(module, name, value)
+    usual = f"TARGET={tiny}", "DEVICE=cpu", "MAX_NEW_TOKENS=12"
+    monkeypatch.setattr(sys, "argv", ["regenerate.py", *usual, *words])
+    module.main()
+    return capsys.readouterr().out
+
+
+def test_local_batches_equal_one_by_one(regenerate, monkeypatch, capsys, tiny, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    texts = ["a" * (1 + 3 * i % 17) + str(i) for i in range(21)]
+    words = prompts(tmp_path / "in.jsonl", texts), "ROUNDTRIP=False", "BATCH=8", f"OUT={tmp_path / 'out'}"
+    run(regenerate, monkeypatch, capsys, tiny, *words)
+    tokenizer, model = AutoTokenizer.from_pretrained(tiny), AutoModelForCausalLM.from_pretrained(tiny)
+    rows = {row["messages"][0]["content"]: row for row in rows_of(tmp_path / "out")}
+    assert set(rows) == set(texts)
+    for text, row in rows.items():
+        ids = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True,
+                                            return_tensors="pt", return_dict=False)
+        new = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1]:].tolist()
+        ended = new[-1] == 1
+        assert row["messages"][1]["content"] == tokenizer.decode(new[:-1] if ended else new)
+        assert row["finish_reason"] == ("stop" if ended else "length")
+
+
+def test_roundtrip_keeps_only_rows_that_tokenise_back(regenerate, monkeypatch, capsys, tiny, tmp_path):
+    from transformers import AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    out, seen = tmp_path / "out", {}
+    generate = regenerate.generate
+
+    def spy(model, batch, *how):
+        results = generate(model, batch, *how)
+        seen.update((tuple(prompt), ids) for prompt, (ids, _) in zip(batch, results))
+        return results
+
+    monkeypatch.setattr(regenerate, "generate", spy)
+    words = (prompts(tmp_path / "in.jsonl", [f"question {i}" for i in range(60)]), f"OUT={out}",
+             "TEMPERATURE=5", "MAX_NEW_TOKENS=24", "BATCH=32")  # nearly uniform: some rows end, some don't
+    text = run(regenerate, monkeypatch, capsys, tiny, *words)
+    rows = rows_of(out)
+    assert 10 < len(rows) < 60
+    assert f"{len(rows)} rows" in text and f"{60 - len(rows)} not round-trip" in text
+    assert {row["finish_reason"] for row in rows} == {"stop", "length"}
+    for row in rows:
+        prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True,
+                                               return_dict=False)
+        whole = tokenizer.apply_chat_template(row["messages"], return_dict=False)
+        ids = seen[tuple(prompt)]
+        assert whole[len(prompt):len(prompt) + len(ids)] == ids
+        assert (ids[-1] == 1) == (row["finish_reason"] == "stop")
+    asked = len(seen)
+    text = run(regenerate, monkeypatch, capsys, tiny, *words)  # nor are the rows left out generated again
+    assert len(seen) == asked and rows_of(out) == rows and f"{len(rows)} there already" in text
+
+
+def test_local_resume_completes_the_file(regenerate, monkeypatch, capsys, tiny, tmp_path):
+    texts = [f"question {i}" for i in range(20)]
+    words = prompts(tmp_path / "in.jsonl", texts), "ROUNDTRIP=False", "BATCH=4"
+    run(regenerate, monkeypatch, capsys, tiny, *words, f"OUT={tmp_path / 'whole'}")
+    lines = (tmp_path / "whole").read_bytes().splitlines(keepends=True)
+    (tmp_path / "part").write_bytes(b"".join(lines[:7]) + lines[7][:30])
+    text = run(regenerate, monkeypatch, capsys, tiny, *words, f"OUT={tmp_path / 'part'}")
+    assert "20 rows, 7 there already" in text
+    assert answers(tmp_path / "part") == answers(tmp_path / "whole")
+
+
+def test_prompts_drawn_from_nothing(regenerate, monkeypatch, capsys, tiny, tmp_path):
+    out = tmp_path / "out"
+    words = "PROMPTS=none:12", "ROUNDTRIP=False", "BATCH=16", f"OUT={out}"
+    run(regenerate, monkeypatch, capsys, tiny, *words)
+    drawn = [row["prompt"] for row in rows_of(tmp_path / "out.prompts")]
+    assert len(set(drawn)) == len(drawn) == 12 and set(answers(out)) == set(drawn)
+    assert not any("<s>" in prompt or "</s>" in prompt or not prompt.strip() for prompt in drawn)
+    (tmp_path / "out.prompts").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in drawn[:5]))
+    out.unlink()
+    run(regenerate, monkeypatch, capsys, tiny, *words)
+    resumed = [row["prompt"] for row in rows_of(tmp_path / "out.prompts")]
+    assert len(set(resumed)) == 12 and resumed[:5] == drawn[:5] and set(answers(out)) == set(resumed)
+
+
+def test_a_prompt_that_the_template_refuses_fails_alone(regenerate, monkeypatch, capsys, tiny, tmp_path):
+    odd = {"messages": [{"role": "user", "content": ["not", "text"]}]}
+    (tmp_path / "in").write_text(json.dumps(odd) + "\n" + json.dumps({"prompt": "fine"}) + "\n")
+    with pytest.raises(SystemExit, match="1 rows failed"):
+        run(regenerate, monkeypatch, capsys, tiny, f"PROMPTS={tmp_path / 'in'}", f"OUT={tmp_path / 'out'}",
+            "ROUNDTRIP=False")
+    assert set(answers(tmp_path / "out")) == {"fine"}
+
+
+def test_bad_target_or_device_is_one_line(regenerate, monkeypatch, capsys, tiny, tmp_path):
+    words = prompts(tmp_path / "in", ["a"]), f"OUT={tmp_path / 'out'}"
+    for wrong in ("TARGET=/nowhere/at/all", "DEVICE=toaster", "DEVICE=cuda:99"):  # and none spoils OUT
+        with pytest.raises(SystemExit) as caught:
+            run(regenerate, monkeypatch, capsys, tiny, *words, wrong)
+        assert wrong in str(caught.value) and "\n" not in str(caught.value)

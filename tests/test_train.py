@@ -1,0 +1,411 @@
+"""The real main() on tiny targets: the same numbers for any number of threads, exact resume, it learns."""
+import functools
+import json
+import math
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import common
+import train_dflash as trainer
+from common import (EOS, FIELDS, FIRST_WORD, MASK, assert_same, data_file, distance, eval_lines, log_lines,
+                    losses, metrics, plus_one_target, published, random_target, scratch, start, straight,
+                    threads,
+                    train, untimed, weights)
+
+EVALUATED = dict(ROWS_PER_STEP=3, STEPS=6, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=9)
+
+
+@pytest.fixture(scope="module")
+def one_and_one():
+    """The run that others are compared with: one target thread, one drafter thread."""
+    return straight(scratch() / "one_and_one", **EVALUATED)
+
+
+# ------------------------------------------------------------------------------- threads change nothing
+
+
+@pytest.mark.parametrize("targets, drafters", [(2, 3), (2, 1)])
+def test_any_number_of_threads_gives_the_same_run(one_and_one, tmp_path, targets, drafters):
+    out = straight(tmp_path / "o", **EVALUATED, **threads(targets, drafters))
+    assert np.allclose(losses(out), losses(one_and_one), rtol=0, atol=2e-3) and len(losses(out)) == 6
+    assert distance(out / "latest", one_and_one / "latest") < 1e-3
+    for ours, theirs in zip(eval_lines(out), eval_lines(one_and_one), strict=True):
+        assert ours["step"] == theirs["step"]
+        assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], abs=2e-3)
+        assert ours["tau"] == pytest.approx(theirs["tau"], abs=0.05)  # one argmax may turn on rounding
+
+
+def test_the_run_did_move_the_weights(one_and_one):
+    """Else equal weights would say nothing."""
+    assert distance(one_and_one / "step_00000006", one_and_one / "step_00000002") > 0.02
+
+
+def test_the_same_seed_twice_gives_the_same_bits(tmp_path):
+    a, b = (straight(tmp_path / name, **EVALUATED, **threads(2, 2)) for name in "ab")
+    assert_same(a / "latest", b / "latest")
+    assert untimed(a) == untimed(b)
+
+
+def test_another_seed_gives_another_run(one_and_one, tmp_path):
+    out = straight(tmp_path / "o", **EVALUATED, SEED=1)
+    assert distance(out / "latest", one_and_one / "latest") > 0.1
+
+
+def test_replicas_hold_the_same_bits_after_every_step(tmp_path, monkeypatch):
+    seen, update = {}, trainer.Replica.update
+
+    def recorded(w, *args):
+        update(w, *args)
+        seen.setdefault(w.index, []).append([m.detach().clone() for m in w.masters.values()])
+    monkeypatch.setattr(trainer.Replica, "update", recorded)
+    straight(tmp_path / "o", **EVALUATED, **threads(2, 3))
+    assert sorted(seen) == [0, 1, 2] and all(len(steps) == 6 for steps in seen.values())
+    for other in (1, 2):
+        assert all(torch.equal(a, b) for s, t in zip(seen[0], seen[other]) for a, b in zip(s, t))
+
+
+def dawdle(monkeypatch, name, seed, where=trainer, before=True):
+    """`name` of `where` sleeps for random times, different in every thread."""
+    inner, draws = getattr(where, name), {}
+
+    def slow(*args, **kwargs):
+        me = threading.current_thread().name
+        pause = draws.setdefault(me, random.Random(f"{seed} {name} {me}")).choice([0, 0, 0.002, 0.01, 0.03])
+        if before:
+            time.sleep(pause)
+        result = inner(*args, **kwargs)
+        if not before:
+            time.sleep(pause)
+        return result
+    monkeypatch.setattr(where, name, slow)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_delays_in_every_thread_change_nothing(tmp_path, monkeypatch, seed):
+    base = straight(tmp_path / "base", **EVALUATED, **threads(3, 2), QUEUE_DEPTH=1)
+    for name in ("micro_step", "target_features", "evaluate_row", "write_checkpoint", "make_slots"):
+        dawdle(monkeypatch, name, seed)
+    dawdle(monkeypatch, "average", seed, trainer.Run)
+    dawdle(monkeypatch, "put", seed, trainer.Run, before=False)
+    dawdle(monkeypatch, "update", seed, trainer.Replica)
+    out = straight(tmp_path / "o", **EVALUATED, **threads(3, 2), QUEUE_DEPTH=1 + seed)
+    assert_same(out / "latest", base / "latest")
+    assert untimed(out) == untimed(base)
+
+
+def _slow_after_put():
+    inner = trainer.Run.put
+
+    def put(run, t, *args):
+        inner(run, t, *args)
+        time.sleep(0.4 * (t == 1))
+    trainer.Run.put = put
+
+
+def test_a_target_that_is_late_for_an_evaluation_keeps_the_order(tmp_path):
+    """Target 0 has the only held-out row; target 1 hears of that evaluation when it is over."""
+    settings = dict(EVALUATED, ROWS_PER_STEP=4, EVAL_DATA=data_file("eval", 1, seed=1))
+    base = straight(tmp_path / "base", **settings)
+    child = start(tmp_path / "o", _slow_after_put, **settings, **threads(2, 1))
+    assert child.code(60) == 0, child.text()[-2000:]
+    assert_same(tmp_path / "o" / "latest", base / "latest")
+
+
+# ---------------------------------------------------------------------------------------------- resume
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_stop_and_resume_gives_the_bits_of_one_go(tmp_path, one_and_one, stop):
+    out = straight(tmp_path / "o", **EVALUATED, STOP_AT=stop)
+    assert [m["step"] for m in log_lines(out)] == list(range(1, stop + 1))
+    straight(out, **EVALUATED)
+    assert_same(out / "latest", one_and_one / "latest")
+    assert [m["step"] for m in log_lines(out)] == [1, 2, 3, 4, 5, 6]
+    assert [[m[k] for k in ("loss", "accept_len", "lr", "grad_norm", "skipped")] for m in log_lines(out)] == \
+        [[m[k] for k in ("loss", "accept_len", "lr", "grad_norm", "skipped")] for m in log_lines(one_and_one)]
+    extra = {stop} if stop % 2 else set()  # the last step of a run is evaluated
+    assert sorted(m["step"] for m in eval_lines(out)) == sorted({0, 2, 4, 6} | extra)
+
+
+@pytest.mark.parametrize("targets, drafters", [(2, 2), (1, 3)])
+def test_resume_with_another_number_of_threads(tmp_path, one_and_one, targets, drafters):
+    out = straight(tmp_path / "o", **EVALUATED, STOP_AT=3)
+    straight(out, **EVALUATED, **threads(targets, drafters))
+    assert distance(out / "latest", one_and_one / "latest") < 1e-3
+    assert np.allclose(losses(out), losses(one_and_one), rtol=0, atol=2e-3)
+
+
+def test_resume_with_other_log_and_save_settings(tmp_path, one_and_one):
+    out = straight(tmp_path / "o", **EVALUATED, STOP_AT=3)
+    straight(out, **dict(EVALUATED, LOG_EVERY=2, SAVE_EVERY=5, EVAL_EVERY=3, KEEP=1))
+    assert_same(out / "latest", one_and_one / "latest")
+    assert [m["step"] for m in log_lines(out)] == [1, 2, 3, 4, 6]
+
+
+def test_resume_of_a_finished_run_trains_no_step(tmp_path, one_and_one):
+    out = straight(tmp_path / "o", **EVALUATED)
+    before = untimed(out)
+    straight(out, **EVALUATED)
+    assert untimed(out) == before
+    assert_same(out / "latest", one_and_one / "latest")
+
+
+def test_resume_from_a_named_older_checkpoint_continues_there(tmp_path, one_and_one):
+    """What was trained after it is trained again; a later `auto` continues what was trained last."""
+    out = straight(tmp_path / "o", **EVALUATED)
+    straight(out, **EVALUATED, RESUME=out / "step_00000002", STOP_AT=3)
+    assert (out / "latest").resolve().name == "step_00000003"
+    assert max(m["step"] for m in metrics(out)) == 3
+    straight(out, **EVALUATED)
+    assert [m["step"] for m in log_lines(out)] == [1, 2, 3, 4, 5, 6]
+    assert_same(out / "latest", one_and_one / "latest")
+
+
+# ------------------------------------------------------------------------------------------ what is logged
+
+
+def test_log_fields_and_eval_fields(one_and_one):
+    for line in log_lines(one_and_one):
+        assert list(line) == FIELDS
+        assert all(isinstance(v, (int, float)) and math.isfinite(v) for v in line.values())
+    for line in eval_lines(one_and_one):
+        assert list(line)[:4] == ["step", "eval_loss", "tau", "acc_k"] and len(line["acc_k"]) == 3
+    logged = [x for x in (one_and_one / "train.log").read_text().splitlines() if x.startswith("step 1 |")]
+    assert [part.split()[0] for part in logged[0].split("|")] == FIELDS
+
+
+def test_run_json_holds_versions_and_constants(one_and_one):
+    facts = json.loads((one_and_one / "run.json").read_text())
+    assert facts["torch"] == torch.__version__ and facts["constants"].keys() == trainer.CONSTANTS.keys()
+    assert facts["constants"]["ROWS_PER_STEP"] == 3
+
+
+def test_schedule_in_the_log(tmp_path):
+    out = straight(tmp_path / "o", STEPS=50, STOP_AT=10, LR=0.001)
+    warm = [0.0005, 0.001]  # 4 % of 50 steps
+    cosine = [0.0005 * (1 + math.cos(math.pi * i / 48)) for i in range(8)]
+    assert [m["lr"] for m in log_lines(out)] == pytest.approx(warm + cosine, rel=1e-9)
+
+
+def test_first_loss_of_a_random_target_is_ln_v(one_and_one):
+    assert losses(one_and_one)[0] == pytest.approx(math.log(common.VOCAB), abs=0.05)
+
+
+def test_small_data_may_pass_many_times_within_one_log_window(tmp_path):
+    out = straight(tmp_path / "o", DATA=data_file("few", 5), STEPS=20, LOG_EVERY=20)
+    assert [m["step"] for m in log_lines(out)] == [20]
+
+
+def test_a_log_line_is_the_mean_of_its_steps(tmp_path, one_and_one):
+    out = straight(tmp_path / "o", **dict(EVALUATED, LOG_EVERY=3))
+    every = losses(one_and_one)
+    assert losses(out) == pytest.approx([np.mean(every[:3]), np.mean(every[3:])], rel=1e-9)
+
+
+# ---------------------------------------------------------------------------------------- what is learnt
+
+
+@pytest.fixture(scope="module")
+def learnt():
+    """The toy target's next token is t + 1; 120 steps of 256 tokens."""
+    rows = data_file("long", 60, 250, 256, cycle=50)
+    held_out = data_file("long_eval", 2, 250, 256, cycle=50, seed=5)
+    return straight(scratch() / "learnt", TARGET=plus_one_target(), DATA=rows, EVAL_DATA=held_out,
+                    SEQ_LEN=256, NUM_ANCHORS=32, STEPS=200, LR=0.004, EVAL_EVERY=200, LOG_EVERY=20)
+
+
+def test_the_next_token_toy_is_learnt(learnt):
+    """Slot k is trained on token a+k: with any other label acceptance would stay at 1."""
+    assert eval_lines(learnt)[0]["tau"] < 1.5
+    assert log_lines(learnt)[-1]["accept_len"] > 0.95 * 4
+    assert eval_lines(learnt)[-1]["tau"] > 0.95 * 4 and min(eval_lines(learnt)[-1]["acc_k"]) > 0.95
+    assert losses(learnt)[-1] < 0.2 < 3 < losses(learnt)[0]
+
+
+def test_every_norm_weight_has_moved(learnt):
+    """In the bf16 file too: pure bf16 training leaves norms at exactly 1.0."""
+    norms = {n: t for n, t in published(learnt / "latest").items() if t.dim() == 1}
+    assert len(norms) == 2 * 4 + 2
+    for name, t in norms.items():
+        assert t.dtype == torch.bfloat16 and (t != 1).float().mean() > 0.9, f"{name}: {t}"
+
+
+def test_gamma_follows_the_block_size(tmp_path):
+    settings = dict(STEPS=2, SEQ_LEN=64, WARMUP=0.0)
+    for k, gamma, other in ((8, 4.0, 7.0), (16, 7.0, 8.0), (6, 3.0, 7.0)):
+        alone, same, not_same = (straight(tmp_path / f"{k}_{g}", **settings, BLOCK_SIZE=k, GAMMA=g)
+                                 for g in (None, gamma, other))
+        assert_same(alone / "latest", same / "latest")
+        assert abs(losses(alone)[1] - losses(not_same)[1]) > 1e-6
+        assert distance(alone / "latest", not_same / "latest") > 1e-6
+
+
+def test_init_from_starts_where_the_other_ended(tmp_path, one_and_one):
+    source = one_and_one / "latest"
+    out = straight(tmp_path / "o", **dict(EVALUATED, STEPS=1, LR=1e-12), INIT_FROM=source)
+    ours, theirs = published(out / "latest"), published(source)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+    began, ended, fresh = eval_lines(out)[0], eval_lines(one_and_one)[-1], eval_lines(one_and_one)[0]
+    assert began["eval_loss"] == pytest.approx(ended["eval_loss"], abs=0.01)  # bf16 weights against fp32
+    assert abs(began["eval_loss"] - fresh["eval_loss"]) > 0.05
+
+
+# ------------------------------------------------------------------------------------------ bad rows
+
+
+def anchorless(monkeypatch, *rows):
+    """These rows of the stream have no usable anchor."""
+    inner = trainer.RowStream.row
+    monkeypatch.setattr(trainer.RowStream, "row", lambda stream, i: (
+        (lambda row, anchors: (row, anchors[:0] if i in rows else anchors))(*inner(stream, i))))
+
+
+@pytest.mark.parametrize("targets, drafters", [(1, 1), (2, 2)])
+def test_a_row_without_anchors_leaves_the_loss_to_the_others(tmp_path, monkeypatch, targets, drafters):
+    alone = straight(tmp_path / "alone", STEPS=9, STOP_AT=1, ROWS_PER_STEP=1)
+    anchorless(monkeypatch, 1)
+    out = straight(tmp_path / "o", STEPS=9, STOP_AT=2, ROWS_PER_STEP=2, SAVE_EVERY=1, KEEP=9,
+                   **threads(targets, drafters))
+    assert losses(out)[0] == pytest.approx(losses(alone)[0], abs=1e-9)
+    assert distance(out / "step_00000001", alone / "latest") < 1e-6
+    assert all(math.isfinite(x) for x in losses(out)) and log_lines(out)[-1]["skipped"] == 0
+
+
+def test_a_step_without_any_anchor_is_skipped(tmp_path, monkeypatch):
+    """sum(w) = 0: no update, counted; the schedule goes on."""
+    anchorless(monkeypatch, 2, 3)
+    out = straight(tmp_path / "o", STEPS=4, SAVE_EVERY=1, KEEP=9, **threads(1, 2))
+    assert [m["skipped"] for m in log_lines(out)] == [0, 1, 1, 1]
+    ours, before = weights(out / "step_00000002"), weights(out / "step_00000001")
+    assert all(torch.equal(ours[n], before[n]) for n in ours)
+    assert distance(out / "step_00000003", out / "step_00000002") > 1e-6
+    cosine = [0.003 * 0.5 * (1 + math.cos(math.pi * i / 3)) for i in range(3)]
+    assert [m["lr"] for m in log_lines(out)] == pytest.approx([0.003, *cosine], rel=1e-9)
+
+
+def poison(monkeypatch, rows, value=math.nan):
+    """Hidden states of these training rows hold one bad number each."""
+    inner = trainer.target_features
+
+    def bad(decoder, taps, row, *args):
+        hidden = inner(decoder, taps, row, *args)
+        if row.index in rows:
+            hidden[0, 3, 5] = value
+        return hidden
+    monkeypatch.setattr(trainer, "target_features", bad)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("targets, drafters", [(1, 1), (2, 2)])
+def test_nan_in_a_row_skips_that_step_on_every_drafter(tmp_path, monkeypatch, targets, drafters, value):
+    poison(monkeypatch, [5], value)
+    out = straight(tmp_path / "o", STEPS=5, SAVE_EVERY=1, KEEP=9, **threads(targets, drafters))
+    assert [m["skipped"] for m in log_lines(out)] == [0, 0, 1, 1, 1]
+    bad = [json.loads(x) for x in (out / "bad_steps.jsonl").read_text().splitlines()]
+    assert [(b["step"], b["rows"]) for b in bad] == [(3, [5])]
+    before, after = (common.tensors(out / f"step_0000000{s}") for s in (2, 3))
+    assert all(torch.equal(before[n], after[n]) for n in before)  # masters, moments, Adam's step
+    assert distance(out / "step_00000004", out / "step_00000003") > 1e-6
+    assert all(t.isfinite().all() for t in weights(out / "latest").values())
+
+
+def test_nan_rows_do_not_break_resume(tmp_path, monkeypatch):
+    poison(monkeypatch, [5])
+    whole = straight(tmp_path / "whole", STEPS=6)
+    out = straight(tmp_path / "o", STEPS=6, STOP_AT=3)
+    straight(out, STEPS=6)
+    assert_same(out / "latest", whole / "latest")
+    for run in (out, whole):
+        assert [m["skipped"] for m in log_lines(run)] == [0, 0, 1, 1, 1, 1]
+    assert len((out / "bad_steps.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_bad_step_that_is_trained_again_is_listed_once(tmp_path, monkeypatch):
+    poison(monkeypatch, [5])
+    out = straight(tmp_path / "o", STEPS=6, SAVE_EVERY=2, STOP_AT=4)
+    straight(out, STEPS=6, RESUME=out / "step_00000002")
+    bad = [json.loads(x) for x in (out / "bad_steps.jsonl").read_text().splitlines()]
+    assert [b["step"] for b in bad] == [3] and log_lines(out)[-1]["skipped"] == 1
+
+
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_k_bad_steps_in_a_row_end_the_run(tmp_path, monkeypatch, capsys, log_every):
+    poison(monkeypatch, range(4, 1000))
+    assert train(tmp_path / "o", STEPS=40, K_BAD=3, LOG_EVERY=log_every, **threads(2, 2)) not in (0, 2)
+    text = "".join(capsys.readouterr())
+    names = published_names()
+    last = next(x for x in text.splitlines() if "ERROR" in x)
+    assert "K_BAD = 3" in last and any(n in last for n in names), last
+    assert "Traceback" not in text
+    steps = [json.loads(x)["step"] for x in (tmp_path / "o" / "bad_steps.jsonl").read_text().splitlines()]
+    assert steps == list(range(3, 3 + len(steps))) and 3 <= len(steps) <= 2 + log_every
+
+
+def published_names():
+    parts = ["self_attn.q_proj", "self_attn.k_norm", "mlp.down_proj", "input_layernorm",
+             "post_attention_layernorm"]
+    names = [f"layers.{i}.{p}.weight" for i in range(2) for p in parts]
+    return ["fc.weight", "hidden_norm.weight", "norm.weight", *names]
+
+
+# ---------------------------------------------------------------------------------- agreement with the client
+
+
+@functools.cache
+def own_answers(wanted, longest):
+    """A target, and prompts of random words whose greedy answer ends with the stop token, not at once."""
+    target, rng = random_target(spread=0.4, seed=2), random.Random(3)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    prompts = [[rng.randrange(FIRST_WORD, common.VOCAB - 1) for _ in range(5)] for _ in range(400)]
+    ids = torch.tensor(prompts)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=longest,
+                         eos_token_id=EOS, pad_token_id=0)[:, 5:].tolist()
+    pairs = [(p, a[:a.index(EOS) + 1]) for p, a in zip(prompts, out) if EOS in a[5:] and EOS not in a[:5]]
+    assert len(pairs) >= wanted
+    return target, model, pairs[:wanted]
+
+
+def client_run(checkpoint, model, prompts, longest, monkeypatch):
+    """z-lab's own client on our checkpoint -> answers, tokens produced by every pass."""
+    client = pytest.importorskip("dflash.model")
+    monkeypatch.setattr(client, "_cuda_time", time.perf_counter)
+    drafter = client.DFlashDraftModel.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    answers, passes = [], []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        got = client.dflash_generate(drafter, model, ids, longest, [EOS], return_stats=True)
+        answers.append(got.output_ids[0, len(prompt):].tolist())
+        passes += got.acceptance_lengths
+    return answers, passes
+
+
+@pytest.mark.parametrize("kinds", [["full_attention"] * 2, ["sliding_attention", "full_attention"]])
+def test_the_client_counts_what_the_trainer_counts(tmp_path, monkeypatch, capsys, kinds):
+    longest, k = 40, 6
+    target, model, pairs = own_answers(10, longest)
+    prompts = [p for p, _ in pairs]
+
+    def lines(answers):
+        return [{"input_ids": p + a, "loss_mask": [0] * len(p) + [1] * len(a)}
+                for p, a in zip(prompts, answers)]
+    data = common.write_lines(tmp_path / "own.jsonl", lines([a for _, a in pairs]))
+    settings = dict(TARGET=target, BLOCK_SIZE=k, MASK_TOKEN_ID=MASK, LAYER_TYPES=kinds, SLIDING_WINDOW=8)
+    out = straight(tmp_path / "o", DATA=data, EVAL_DATA=data, STEPS=65, LR=0.01, LOG_EVERY=65, NUM_ANCHORS=32,
+                   SEQ_LEN=128, EVAL_EVERY=65, **settings)
+    assert 2 < eval_lines(out)[-1]["tau"] < 5  # accepts some and rejects some
+
+    answers, passes = client_run(out / "latest", model, prompts, longest + k, monkeypatch)
+    assert answers == [a for _, a in pairs]
+    decoded = common.write_lines(tmp_path / "decoded.jsonl", lines(answers))
+    capsys.readouterr()
+    assert common.mode("eval", f"CKPT={out / 'latest'}", f"TARGET={target}", f"EVAL_DATA={decoded}",
+                       "TARGET_DEVICES=cpu", "SEQ_LEN=128", "NUM_ANCHORS=32") == 0
+    measured = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert sum(passes) == sum(len(a) - 1 for a in answers)
+    assert measured["tau"] == pytest.approx(sum(passes) / len(passes), abs=1e-12) and measured["tau"] > 2

@@ -1,0 +1,222 @@
+"""What tools/bench.py measures with: a clock, a memory meter, a kernel list, and the trainer's step on random rows.
+
+    Meter       times, peaks, host waits and kernels of work(i) on a device
+    Rig         a named drafter shape: frozen embedding and head, td.Items, td.Replicas, all with random values
+    Steps       td.Run fed from lists: its step(w, i) is td.train_step, its row(w, i) td.micro_step
+"""
+import gc
+import math
+import re
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import model_drafter as md  # noqa: E402
+import train_dflash as td  # noqa: E402
+
+CONVERSATIONS = (0.3, 0.22, 0.18, 0.14, 0.1, 0.06)  # shares of a packed row
+PROMPT = 0.1                                        # share of a conversation that is not supervised
+SHAPES = {  # sizes of the drafter; constants of the trainer
+    "qwen3.6-27b": (dict(hidden_size=5120, intermediate_size=17408, num_layers=5, num_heads=32, num_kv_heads=8,
+                         head_dim=128, vocab_size=248320, target_layer_ids=(1, 16, 31, 46, 61),
+                         num_target_layers=64),
+                    dict(SEQ_LEN=4096, NUM_ANCHORS=512, BLOCK_SIZE=16, SLIDING_WINDOW=2048)),
+    "tiny": (dict(hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+                  vocab_size=512, target_layer_ids=(1, 3), num_target_layers=6),
+             dict(SEQ_LEN=256, NUM_ANCHORS=32, BLOCK_SIZE=8, SLIDING_WINDOW=32, LOSS_CHUNK=128)),
+}
+GROUPS = (("flex backward", "triton_tem.*backward"), ("flex forward", "triton_tem.*flex"),
+          ("copy, fill", "(?i)memcpy|memset"), ("gemm", "gemm|nvjet|cutlass|xmma|cublas|triton_tem|splitK"),
+          ("elementwise", "triton|elementwise|reduce|index|scatter|gather|sort|multi_tensor|Cat|scan"),
+          ("other", ""))
+
+
+def table(head, rows):
+    def cell(x):
+        return "-" if x is None else x if isinstance(x, str) else f"{x:.3g}" if abs(x) < 10 else f"{x:.1f}"
+    return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in (head, ["---"] * len(head), *rows))
+
+
+def free():
+    """Replicas hang in reference cycles (a run and its saver): without this the next peak counts them."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+class Meter:
+    """Medians of `repeats` calls after `warm_up`; work(i) gets i = 0, 1, ..."""
+
+    def __init__(self, device, repeats, warm_up, *more_devices):
+        self.devices, self.repeats, self.warm_up = (device, *more_devices), repeats, warm_up
+        self.cuda = device.type == "cuda"
+
+    def wait(self):
+        if self.cuda:
+            for device in self.devices:
+                torch.cuda.synchronize(device)
+
+    def times(self, work):
+        """-> (device ms, the host running ahead; ms until work returns; ms until its work is done, both alone)."""
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.repeats * self.cuda)]
+        for i in range(self.warm_up):
+            work(i)
+        self.wait()
+        for i, (begin, end) in enumerate(events):
+            begin.record()
+            work(i)
+            end.record()
+        returned, done = [], []
+        for i in range(-(-self.repeats // 2) if self.cuda else self.repeats):
+            self.wait()
+            began = time.perf_counter()
+            work(i)
+            returned.append((time.perf_counter() - began) * 1e3)
+            self.wait()
+            done.append((time.perf_counter() - began) * 1e3)
+        ahead = [a.elapsed_time(b) for a, b in events] or done
+        return tuple(float(np.median(x)) for x in (ahead, returned, done))
+
+    def once(self, work):
+        """Seconds of one call."""
+        self.wait()
+        began = time.perf_counter()
+        work(0)
+        self.wait()
+        return time.perf_counter() - began
+
+    def peak_gib(self, work, not_counted):
+        """Largest allocation during work(0), less so many bytes; None on a CPU."""
+        if not self.cuda:
+            return None
+        self.wait()
+        torch.cuda.reset_peak_memory_stats(self.devices[0])
+        work(0)
+        self.wait()
+        return (torch.cuda.max_memory_allocated(self.devices[0]) - not_counted) / 2**30
+
+    def host_waits(self, work):
+        """Source lines at which the host waited for the device in work(0), by torch's sync debug mode."""
+        if not self.cuda:
+            return []
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                work(0)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return sorted({f"{Path(w.filename).name}:{w.lineno}" for w in seen if "synchroniz" in str(w.message)})
+
+    def kernels(self, work, top=25):
+        """What one work(1) runs: coarse split, span with the device's idle time in it, longest kernels. -> text."""
+        self.wait()
+        with profile(activities=[ProfilerActivity.CUDA if self.cuda else ProfilerActivity.CPU]) as p:
+            work(1)
+            self.wait()
+        names, groups, ran = {}, {}, []
+        for e in p.events():
+            if e.device_type == torch.autograd.DeviceType.CPU and self.cuda or getattr(e, "is_user_annotation", 0):
+                continue
+            begin, end = e.time_range.start / 1e3, e.time_range.end / 1e3
+            ran.append((begin, end))
+            group = next(g for g, pattern in GROUPS if re.search(pattern, e.name))
+            names.setdefault((group, e.name), []).append(end - begin)
+            groups[group] = groups.get(group, 0.0) + end - begin
+        split = ", ".join(f"{g} {t:.1f}" for g, t in sorted(groups.items(), key=lambda x: -x[1]))
+        span = max(end for _, end in ran) - min(begin for begin, _ in ran)
+        longest = sorted(names.items(), key=lambda x: -sum(x[1]))[:top]
+        rows = [(sum(t), str(len(t)), g, n[:120].replace("|", "/")) for (g, n), t in longest]
+        return (f"{len(ran)} kernels, {sum(groups.values()):.1f} ms of {span:.1f}: {split}\n"
+                + table(["ms", "calls", "group", "kernel"], rows))
+
+
+def make_item(c, device, seed, one):
+    """td.Item of a row of conversations, each a prompt and an answer. Its `row` is the supervised mask (S,) alone."""
+    rng, s = np.random.default_rng(seed), td.SEQ_LEN
+    ends = np.cumsum([1.0] if one else rng.permutation(CONVERSATIONS)) * s
+    bounds, start, run = [0, *ends.round().astype(int)], np.zeros(s, np.int64), np.zeros(s, np.int64)
+    supervised = np.zeros(s, bool)
+    for a, b in zip(bounds, bounds[1:]):
+        answer = a + max(1, round(PROMPT * (b - a)))
+        start[a:b], run[answer:b], supervised[answer:b] = a, np.arange(b - answer - 1, -1, -1), True
+    valid = np.flatnonzero(run >= 1)
+    anchors = np.sort(rng.choice(valid, min(td.NUM_ANCHORS, len(valid)), replace=False))
+    slots = md.slots_of(rng.integers(0, c.vocab_size, s), np.arange(s) - start, start, anchors, run,
+                        td.NUM_ANCHORS, c.block_size, td.loss_chunk(), device)
+    hidden = torch.randn(1, s, len(c.target_layer_ids) * c.hidden_size, dtype=td.compute_dtype(device),
+                         device=device, generator=torch.Generator(device).manual_seed(seed))
+    return td.Item("train", 0, supervised, hidden, [slots], None)
+
+
+class Rig:
+    """A shape on a device. Sets the trainer's constants; `words` (NAME=VALUE) override them."""
+
+    def __init__(self, shape, device, words):
+        self.device, (self.sizes, constants) = device, SHAPES[shape]
+        vars(td).update(constants, ROWS_PER_STEP=1, LR=1e-4)
+        td.override(words)
+        c, like = self.config(), dict(device=device, dtype=td.compute_dtype(device))
+        self.embed = torch.nn.Embedding(c.vocab_size, c.hidden_size, **like).requires_grad_(False)
+        linear = torch.nn.Linear(c.hidden_size, c.vocab_size, bias=False, **like)
+        self.head, self.kept = md.Head(linear).requires_grad_(False), {}
+        self.embed.weight.normal_(0, 0.02)
+        linear.weight.normal_(0, 0.5 / math.sqrt(c.hidden_size))  # logits of deviation 1/2: the loss is near ln V
+
+    def config(self, layers="full"):
+        n = self.sizes["num_layers"]
+        kinds = ["full_attention" if layers == "full" else "sliding_attention"] * (n - 1) + ["full_attention"]
+        return md.DrafterConfig(**self.sizes, block_size=td.BLOCK_SIZE, mask_token_id=self.sizes["vocab_size"] - 250,
+                                layer_types=tuple(kinds), sliding_window=td.SLIDING_WINDOW, rope_theta=1e7)
+
+    def items(self, one=False, device=None):
+        """Three input sets."""
+        return [make_item(self.config(), device or self.device, seed, one) for seed in range(3)]
+
+    def replica(self, layers="full", compiled="layers", index=0, device=None):
+        """td.Replica; compiled "flex": flex_attention alone instead of whole layers."""
+        c, device = self.config(layers), device or self.device
+        with torch.device("meta"):
+            shapes = {n: p.shape for n, p in md.Drafter(c, None).named_parameters()}
+        weights = {n: torch.randn(s, device=device) * 0.02 if len(s) > 1 else torch.ones(s, device=device)
+                   for n, s in shapes.items()}
+        w = td.Replica(index, c, device, td.replica_of(self.embed, device), td.replica_of(self.head, device), weights)
+        if compiled == "flex" and device.type == "cuda":
+            for layer in w.drafter.layers:
+                layer._compiled_call_impl = None
+            w.drafter.attend = torch.compile(w.drafter.attend, dynamic=False)
+        return w
+
+    def kept_replica(self, *kind):
+        """Variants that differ in the loss alone share one; another kind's is freed first."""
+        if kind not in self.kept:
+            self.kept.clear()
+            free()
+            self.kept[kind] = self.replica(*kind)
+        return self.kept[kind]
+
+
+class Steps(td.Run):
+    """The trainer's run with rows from lists instead of the targets' queues: one row a drafter and step."""
+
+    def __init__(self, replicas, items, direct=True):
+        td.DRAFTER_DEVICES, td.ROWS_PER_STEP = [str(w.device) for w in replicas], len(replicas)
+        super().__init__(Path("out/bench"))
+        self.replicas, self.items, self.direct, self.last, self.horizon = replicas, items, direct, 10**6, 10**6
+
+    def take(self, w, kind, indices):
+        n = len(self.replicas)
+        return [self.items[w.index][i // n % 3]._replace(index=i) for i in indices if i % n == w.index]
+
+    def step(self, w, i):
+        n = len(self.replicas)
+        td.train_step(self, w, td.Plan(i, False, range(i * n, (i + 1) * n)))
+
+    def row(self, w, i):
+        w.drafter.zero_grad(set_to_none=True)
+        td.micro_step(self, w, self.items[w.index][i % 3])
