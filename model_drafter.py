@@ -287,7 +287,7 @@ def chunked_ce(hidden, head, labels, chunk, form="checkpoint", compiled=False):
     """
     if form == "fused" and torch.is_grad_enabled() and hidden.requires_grad:
         return _FusedCE.apply(hidden, head.linear.weight, head.linear.bias, head.softcap, labels, chunk, compiled)
-    parts = [checkpoint(_ce_of_chunk, h, head, y, use_reentrant=False)
+    parts = [checkpoint(_ce_of_chunk, h, head, y, use_reentrant=False, preserve_rng_state=False)
              for h, y in zip(hidden.split(chunk), labels.split(chunk))]
     return tuple(torch.cat(p) for p in zip(*parts))
 
@@ -318,10 +318,12 @@ def row_loss(drafter, embed, head, target_hidden, slots, make_mask, spec):
     masks = {kind: make_mask(slots.start, slots.anchor, seq_len, k, c.window(c.layer_types.index(kind)))
              for kind in dict.fromkeys(c.layer_types)}
     inputs = torch.where(slot == 0, slots.ids[slots.anchor][:, None], c.mask_token_id)
-    hidden = drafter(target_hidden, embed(inputs.view(1, -1)), slots.pos,
+    # asking for a gradient nobody reads gives the first layer the graph of the others
+    embeds = embed(inputs.view(1, -1)).requires_grad_(torch.is_grad_enabled())
+    hidden = drafter(target_hidden, embeds, slots.pos,
                      (slots.pos[slots.anchor][:, None] + slot).flatten(), masks)[0]  # (N*K, D)
     labels = slots.ids[at.clamp(max=seq_len - 1)].flatten()[slots.index]
-    ce_rows, right_rows = chunked_ce(hidden[slots.index], head, labels, spec.chunk, spec.form, spec.compiled)
+    ce_rows, right_rows = chunked_ce(hidden.index_select(0, slots.index), head, labels, spec.chunk, spec.form, spec.compiled)
     counts = (slot >= 1) & (slot <= slots.counted[:, None])             # (N, K)
 
     def grid(rows):  # (M,) -> (N, K); the padding of `index` lands on slot 0 of block 0, which never counts

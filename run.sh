@@ -58,8 +58,7 @@ setting() {
 
 demo() {
     local out target
-    out=$(setting OUT out/demo "$@")
-    target=$(setting TARGET "" "$@")
+    out=$(setting OUT out/demo "$@") target=$(setting TARGET "" "$@")
     if [[ -z $target ]]; then
         need gguf gguf==0.19.0
         target=$("$PYTHON" tools/demo_target.py | tail -n 1)

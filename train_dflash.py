@@ -659,8 +659,9 @@ class Replica:
         self.masters = {n: torch.nn.Parameter(weights[n].to(device, torch.float32, copy=True)) for n in names}
         self.params = names
         if COMPILE and device.type == "cuda":
-            for layer in self.drafter.layers:  # one code object: layers of a type share a graph; no fullgraph in threads
-                layer.compile(dynamic=False)
+            # layers of a type share a graph; no fullgraph in threads: it fails now and then on torch 2.12-2.14
+            for module in (*self.drafter.layers, self.drafter.hidden_norm, self.drafter.norm):
+                module.compile(dynamic=False)
         self.buckets = self.make_buckets()
         self.spec = loss_spec(device)
         self.stats = torch.zeros(ROWS_PER_STEP, 5, dtype=torch.float64, device=device)
@@ -901,7 +902,11 @@ def find_checkpoint(out):
             return Path(RESUME), *read_checkpoint(Path(RESUME))
         except ValueError as e:
             raise UserError(f"RESUME = {RESUME}: not a complete checkpoint of this trainer ({e})") from None
+    for part in out.glob(".part_*"):  # a save that was cut off
+        shutil.rmtree(part)
     found = step_directories(out)
+    if (out / "latest").exists():  # what a run that went back to an older checkpoint left behind is not the newest
+        found = [p for p in found if p.name <= os.readlink(out / "latest")]
     if RESUME == "no" and (found or (out / "metrics.jsonl").exists()):
         raise UserError(f"RESUME = no, but OUT = {out} holds a run already: choose another OUT, or RESUME=auto")
     for path in found:
@@ -952,17 +957,20 @@ class Saver:
             if best:
                 point(out / "best", final)
             self.failed = None
-            self.rotate()
+            self.rotate(step)
             self.run.say(f"saved {final}" + (" (best)" if best else ""))
-        except OSError as e:
+        except (OSError, safetensors.SafetensorError) as e:
             self.failed = f"checkpoint of step {step} could not be written: {e}"
             shutil.rmtree(out / f".part_step_{step:08d}", ignore_errors=True)
             self.run.say(f"WARNING: {self.failed}; training goes on, the next save tries again")
         self.run.tick()
 
-    def rotate(self):
+    def rotate(self, step):
+        """KEEP newest up to `step` and the best stay; newer ones are damaged or of a line that was left."""
         best = (self.run.out / "best").resolve().name if (self.run.out / "best").is_symlink() else ""
-        for old in step_directories(self.run.out)[KEEP:]:
+        found = step_directories(self.run.out)
+        left = [p for p in found if int(p.name[5:]) > step]
+        for old in left + found[len(left) + KEEP:]:
             if old.name != best:
                 shutil.rmtree(old)
 
@@ -989,6 +997,7 @@ class Run(flex_utils.Crew):
         self.log_lock, self.saver, self.bar, self.board = threading.Lock(), Saver(self), None, None
         self.skipped, self.bad_run, self.best, self.fresh_best = 0, 0, None, False  # kept in checkpoints, but the last
         self.turned, self.low_loss, self.evaluated, self.window = False, None, None, []
+        self.evaluated_before = None  # step of the evaluation that the resumed checkpoint holds
         self.unread, self.timed, self.reduce_s = 0, 0, 0.0
         n = len(DRAFTER_DEVICES)
         self.queues = [[queue.Queue(QUEUE_DEPTH) for _ in range(n)] for _ in TARGET_DEVICES]
@@ -999,7 +1008,7 @@ class Run(flex_utils.Crew):
     def plans(self):
         """The same sequence in every thread."""
         for step in range(self.first, self.last + 1):
-            due = EVAL_EVERY > 0 and (step in (0, self.last) or step % EVAL_EVERY == 0) and step != self.evaluated
+            due = EVAL_EVERY > 0 and (step in (0, self.last) or step % EVAL_EVERY == 0) and step != self.evaluated_before
             rows = range(step * ROWS_PER_STEP, (step + 1) * ROWS_PER_STEP) if step < self.last else range(0)
             yield Plan(step, due, rows)
 
@@ -1249,11 +1258,13 @@ def start_weights(run, found):
         path, info, state = found
         check_resume(path, info, run)
         run.first, run.skipped, run.bad_run, run.best = info["step"], info["skipped"], info["bad_run"], info["best"]
-        run.low_loss, run.turned, run.evaluated = info["low_loss"], info["turned"], info["evaluated"]
+        run.low_loss, run.turned = info["low_loss"], info["turned"]
+        run.evaluated = run.evaluated_before = info["evaluated"]
         run.window = [(s, np.array(rows)) for s, rows in info["window"]]
         truncate_metrics(run.out, run.first)
         print(f"resuming from {path}, step {run.first}")
         return {k.removeprefix("master."): v for k, v in state.items() if k.startswith("master.")}, state
+    truncate_metrics(run.out, -1)  # of a run that was killed before its first save
     if INIT_FROM:
         try:
             theirs, weights = md.load_drafter(INIT_FROM)
@@ -1269,12 +1280,12 @@ def start_weights(run, found):
 
 
 def truncate_metrics(out, step):
-    """Lines of steps that will be trained again leave the metrics file."""
-    path = out / "metrics.jsonl"
-    if path.exists():
-        lines = [x for x in path.read_text().splitlines() if x.endswith("}") and json.loads(x)["step"] <= step]
-        path.with_suffix(".new").write_text("".join(x + "\n" for x in lines))
-        os.replace(path.with_suffix(".new"), path)
+    """Lines of steps that will be trained again leave the metrics and the list of bad steps."""
+    for path in (out / "metrics.jsonl", out / "bad_steps.jsonl"):
+        if path.exists():
+            lines = [x for x in path.read_text().splitlines() if x.endswith("}") and json.loads(x)["step"] <= step]
+            path.with_suffix(".new").write_text("".join(x + "\n" for x in lines))
+            os.replace(path.with_suffix(".new"), path)
 
 
 def check_devices(run, targets, drafters):

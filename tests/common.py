@@ -206,6 +206,7 @@ def _child_main(argv, log, setup, setup_args):
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
+    torch.set_num_threads(1)  # as conftest.py does: on a busy machine OpenMP's spinning costs seconds
     if setup is not None:
         setup(*setup_args)
     sys.exit(trainer.main(argv))

@@ -12,11 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import common
+import model_drafter as md
 import train_dflash as trainer
 from common import (EOS, FIELDS, FIRST_WORD, MASK, assert_same, data_file, distance, eval_lines, log_lines,
                     losses, metrics, plus_one_target, published, random_target, scratch, start, straight,
                     threads,
                     train, untimed, weights)
+from flex_utils import attend_dense
 
 EVALUATED = dict(ROWS_PER_STEP=3, STEPS=6, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=9)
 
@@ -221,11 +223,24 @@ def learnt():
 
 
 def test_the_next_token_toy_is_learnt(learnt):
-    """Slot k is trained on token a+k: with any other label acceptance would stay at 1."""
+    """Acceptance by the trainer's own labels reaches the block size."""
     assert eval_lines(learnt)[0]["tau"] < 1.5
     assert log_lines(learnt)[-1]["accept_len"] > 0.95 * 4
     assert eval_lines(learnt)[-1]["tau"] > 0.95 * 4 and min(eval_lines(learnt)[-1]["acc_k"]) > 0.95
     assert losses(learnt)[-1] < 0.2 < 3 < losses(learnt)[0]
+
+
+def test_the_live_target_accepts_what_was_learnt(learnt):
+    """Slot k proposes token a+k: had it learnt another label, the target would take one token a pass."""
+    model = AutoModelForCausalLM.from_pretrained(plus_one_target(), dtype=torch.float32).eval()
+    config, state = md.load_drafter(learnt / "latest")
+    drafter = md.Drafter(config, attend_dense)
+    drafter.load_state_dict(state)
+    prompt = torch.arange(FIRST_WORD, FIRST_WORD + 8)[None]
+    answer, produced = md.speculative_generate(drafter, model.get_input_embeddings(), md.Head(model.lm_head), model,
+                                               model.model.layers, prompt, 33, {common.VOCAB})
+    assert answer.tolist() == list(range(FIRST_WORD + 8, FIRST_WORD + 41))
+    assert sum(produced) / len(produced) > 0.95 * 4
 
 
 def test_every_norm_weight_has_moved(learnt):

@@ -10,12 +10,12 @@ main()             every part of PARTS in its own try: one that fails prints a l
   small_parts()    masks, the gate, flex_utils.HandOff.send to the same device and to a second GPU
   steps()          td.micro_step and td.train_step (average, clip, AdamW, copy) of every variant
   specforge()      OnlineDFlashModel and BF16Optimizer of specforge 0.2.0 on the same tensors, if importable
-  two_gpus()       two drafter threads, and the gradient average alone
+  two_drafters()   two threads on two GPUs (on a CPU: for the code's sake), and the gradient average alone
   report()         the table, last
 
-Features, embedding and head are random, which speed does not depend on (zeros would be faster). Times are medians
-of REPEATS after WARM_UP over three input sets in turn, the host running ahead as in training; `host` is the time
-until the call returns when the device was idle. Peaks leave out the input sets that training would not hold.
+All inputs are random, since zeros would be faster. Times are medians of REPEATS after WARM_UP, three input
+sets in turn, the host ahead as in training; `host` is the time until the call returns if the device was idle.
+Peaks leave out the input sets that training would not hold.
 """
 import importlib.util
 import math
@@ -25,19 +25,18 @@ import tempfile
 import threading
 import time
 import traceback
-import types
 import typing
 from pathlib import Path
 
 import torch
-from bench_rig import SHAPES, Meter, Rig, Steps, free, table  # puts the trainer's folder on the path
+from bench_rig import SHAPES, Meter, Rig, Steps, free, specforge_steps, table  # puts the trainer on the path
 
 import flex_utils
 import model_drafter as md
 import train_dflash as td
 
 SHAPE: str = "qwen3.6-27b"         # a key of bench_rig.SHAPES
-PARTS: list[str] = ["ceiling", "loss_alone", "small_parts", "steps", "specforge", "two_gpus"]
+PARTS: list[str] = ["ceiling", "loss_alone", "small_parts", "steps", "specforge", "two_drafters"]
 VARIANTS: list[str] = ["fused", "one", "checkpoint", "flex", "flex_checkpoint", "sliding"]  # keys of KINDS
 DEVICE: str = ""                   # "": cuda:0 where there is one, else cpu
 REPEATS: int = 12
@@ -70,8 +69,8 @@ def flops(c, seq_len, n_anchors, head_rows=None):
     """FLOP of one row's forward and backward, by term; attention and recompute left out, 2 a multiply-add.
 
     layers: q, o and mlp over N*K slots, k and v over S + N*K tokens, forward and both gradients: 3 x.
-    fc: S tokens of L*D -> D, its input needs no gradient: 2 x. head: forward and hidden gradient, frozen: 2 x, over
-    all N*K slots (how other trainers run it, and what is compared) or over head_rows.
+    fc: S tokens of L*D -> D, its input needs no gradient: 2 x. head: frozen, forward and hidden gradient:
+    2 x, over all N*K slots (how others run it: this count is for comparing) or over head_rows.
     """
     slots, d, hd = n_anchors * c.block_size, c.hidden_size, c.head_dim
     per_slot, per_key = 2 * d * c.num_heads * hd + 3 * d * c.intermediate_size, 2 * d * c.num_kv_heads * hd
@@ -109,11 +108,14 @@ class Bench:
 
     def __init__(self, words):
         self.device = torch.device(DEVICE or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-        if self.device.type == "cpu":
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        else:
             torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
-        self.rig, self.meter = Rig(SHAPE, self.device, words), Meter(self.device, REPEATS, WARM_UP)
+        self.rig, self.meter = Rig(SHAPE, self.device, words), Meter([self.device], REPEATS, WARM_UP)
         self.ceiling, self.results, self.notes = 0.0, {}, []
-        self.two = self.device.type == "cuda" and torch.cuda.device_count() > 1
+        gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        self.second = [d for d in gpus if d != self.device][:1]
 
     def note(self, text):
         """A line of the report, on the screen at once."""
@@ -121,7 +123,7 @@ class Bench:
         self.notes.append(text)
 
     def measure(self, name, text, row, step, items):
-        """row(i) and step(i) of one trainer on these items. The first step compiles, if this process has not yet."""
+        """row(i) and step(i) of one trainer. The first step compiles what is not compiled yet."""
         first = self.meter.once(step)
         (row_ms, row_host, _), (step_ms, step_host, _) = self.meter.times(row), self.meter.times(step)
         peak = self.meter.peak_gib(step, sum(i.hidden.nbytes for i in items[1:]))
@@ -129,7 +131,7 @@ class Bench:
         say(f"{name}: forward+backward {row_ms:.1f} ms, step {step_ms:.1f} ms")
 
 
-# ------------------------------------------------------------------------------------------------------- parts
+# ------------------------------------------------------------------------------------------------------ parts
 
 
 def ceiling(bench):
@@ -151,14 +153,14 @@ def loss_alone(bench):
         cells = [attempt(f"loss {name}, {n} rows", one_loss, bench, loss, n, c) for n in (m, m // 2)]
         rows.append([name, *(x for pair in cells for x in pair or ("fails", "fails"))])
     head = [f"{what}, {n} rows" for n in (m, m // 2) for what in ("ms", "extra GiB")]
-    bench.note(f"\nloss alone, chunks of {spec.chunk}; 2 x {m * c.hidden_size * 2 / 2**30:.3f} GiB are (M, D) "
-               f"gradients of {m} rows:\n\n{table(['loss', *head], rows)}\n")
+    bench.note(f"\nloss alone, chunks of {spec.chunk}; an (M, D) gradient of {m} rows is "
+               f"{m * c.hidden_size * 2 / 2**30:.3f} GiB:\n\n{table(['loss', *head], rows)}\n")
 
 
 def one_loss(bench, loss, n, c):
     """-> (ms, extra GiB) at n rows."""
-    hidden = [torch.randn(n, c.hidden_size, device=bench.device).to(bench.rig.embed.weight.dtype).requires_grad_()
-              for _ in range(3)]
+    like = dict(device=bench.device, dtype=bench.rig.embed.weight.dtype, requires_grad=True)
+    hidden = [torch.randn(n, c.hidden_size, **like) for _ in range(3)]
     labels = torch.randint(c.vocab_size, (n,), device=bench.device)
 
     def work(i):
@@ -171,22 +173,26 @@ def one_loss(bench, loss, n, c):
 
 def small_parts(bench):
     item, device = bench.rig.items()[0], bench.device
+    signature = str(device), tuple(item.hidden.shape), item.hidden.dtype
     make_mask, s = flex_utils.make_attention(device, td.COMPILE)[1], item.slots[0]
     for name, window in (("full", None), ("sliding", td.SLIDING_WINDOW)):
-        ms, host, _ = bench.meter.times(lambda i: make_mask(s.start, s.anchor, td.SEQ_LEN, td.BLOCK_SIZE, window))
+        shape = td.SEQ_LEN, td.BLOCK_SIZE, window
+        ms, host, _ = bench.meter.times(lambda i: make_mask(s.start, s.anchor, *shape))
         bench.note(f"mask, {name}: {ms:.2f} ms, host {host:.2f} ms")
-    began, n = time.perf_counter(), 10000
-    for _ in range(n):
-        with td.GATE.first_step(), td.GATE.work("train", "bench", tuple(item.hidden.shape), item.hidden.dtype):
+    began = time.perf_counter()
+    for _ in range(10000):
+        with td.GATE.first_step(), td.GATE.work("train", *signature):
             pass
-    bench.note(f"first-step lock and gate, one thread: {(time.perf_counter() - began) / n * 1e6:.1f} us a micro-step")
-    for other in [device] + [torch.device("cuda", 1)] * bench.two:
+    us = (time.perf_counter() - began) * 100
+    bench.note(f"first-step lock and gate, one thread: {us:.1f} us a micro-step")
+    for other in (device, *(bench.second if bench.meter.cuda else ())):
         bad, size = flex_utils.check_pairs([(device, other)]), item.hidden.nbytes
-        sender, meter = flex_utils.HandOff(device, bad), Meter(device, REPEATS, WARM_UP, other)
+        sender, meter = flex_utils.HandOff(device, bad), Meter([device, other], REPEATS, WARM_UP)
         _, host, ms = meter.times(lambda i: sender.send(item.hidden, other, lambda: None))
         rate = "the same storage, no copy" if device == other else f"{size / ms / 1e6:.1f} GB/s"
-        bench.note(f"hand-off {device} -> {other}{' through the host' if bad else ''}, {size / 2**20:.1f} MiB: {rate}, "
-                   f"{ms:.2f} ms, host {host:.2f} ms")
+        way = " through the host" if bad else ""
+        bench.note(f"hand-off {device} -> {other}{way}, {size / 2**20:.1f} MiB: {rate}, {ms:.2f} ms, "
+                   f"host {host:.2f} ms")
 
 
 def steps(bench):
@@ -207,62 +213,36 @@ def variant(bench, name, profiled):
     text = f"{form} loss, {layers} layers, {compiled} compiled" + ", one conversation a row" * one
     bench.measure(name, text, lambda i: run.row(w, i), step, items)
     say(f"  first loss {losses[0]:.3f}, ln V {math.log(len(w.embed.weight)):.3f}; rows through the head "
-        f"{[i.slots[0].index.numel() for i in items]}; host waits at {bench.meter.host_waits(step) or 'no line'}")
+        f"{[i.slots[0].index.numel() for i in items]}; host waits: {bench.meter.host_waits(step) or 'none'}")
     if profiled:
         say(f"\none micro-step: {bench.meter.kernels(lambda i: run.row(w, i))}")
         say(f"\none step: {bench.meter.kernels(step)}\n")
 
 
-def import_specforge():
-    """Only the files of three classes: its packages' own __init__ import every algorithm, and servers."""
-    root = importlib.util.find_spec("specforge").submodule_search_locations[0]
-    for name in ("modeling", "modeling.draft", "algorithms", "algorithms.common"):
-        sys.modules[f"specforge.{name}"] = package = types.ModuleType(f"specforge.{name}")
-        package.__path__ = [os.path.join(root, *name.split("."))]
-    from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
-    from specforge.modeling.draft.dflash import DFlashDraftModel
-    from specforge.optimizer import BF16Optimizer
-    return OnlineDFlashModel, DFlashDraftModel, BF16Optimizer
-
-
 def specforge(bench):
-    """Its defaults: flex_attention, checkpointed loss of 128 blocks a chunk, foreach AdamW on fp32 masters."""
     if importlib.util.find_spec("specforge") is None:
         return bench.note("specforge is not importable here: not compared")
-    from transformers import Qwen3Config
-    (online, draft, adam), c, rig, device = import_specforge(), bench.rig.config(), bench.rig, bench.device
-    config, items, backend = Qwen3Config(**md.config_json(c)), rig.items(), "flex_attention" if bench.meter.cuda else "sdpa"
-    config._attn_implementation = backend  # sdpa: flex_attention has no backward on a CPU
-    with device:
-        model = online(draft(config), rig.head.linear, rig.embed, c.mask_token_id, c.block_size, backend, td.NUM_ANCHORS)
-    model = model.to(device, td.compute_dtype(device)).train()
-    optimizer, masks = adam(model.draft_model, lr=td.LR), [torch.from_numpy(i.row).to(device).float()[None] for i in items]
-
-    def row(i):
-        model.draft_model.zero_grad(set_to_none=True)
-        model(items[i % 3].slots[0].ids[None], items[i % 3].hidden, masks[i % 3])[0].backward()
-
-    def step(i):
-        row(i)
-        optimizer.step()
+    items = bench.rig.items()
+    row, step = specforge_steps(bench.rig, items)
     bench.measure("specforge", "SpecForge 0.2.0's OnlineDFlashModel, its defaults", row, step, items)
-    say(f"  host waits at {bench.meter.host_waits(step) or 'no line'}")
+    say(f"  host waits: {bench.meter.host_waits(step) or 'none'}")
 
 
-def two_gpus(bench):
+def two_drafters(bench):
     """One row a drafter and step, so that the average is as dear as it gets."""
-    if not bench.two:
+    devices, marks = [bench.device, *(bench.second if bench.meter.cuda else [bench.device])], []
+    if len(devices) < 2:
         return bench.note("two drafters: there is no second GPU")
-    devices, marks = (bench.device, torch.device("cuda", 1)), []
+    td.ROWS_PER_STEP = 2  # replicas are built for it
     workers = [bench.rig.replica(index=i, device=d) for i, d in enumerate(devices)]
-    direct = not flex_utils.check_pairs([devices, devices[::-1]])
+    direct = bench.meter.cuda and not flex_utils.check_pairs([devices, devices[::-1]])
     run = Steps(workers, [bench.rig.items(device=d) for d in devices], direct)
 
     def drafter(w):
         run.enter_thread(w.device)
         for i in range(WARM_UP + REPEATS + 1):
             if i in (WARM_UP, WARM_UP + REPEATS):
-                torch.cuda.synchronize(w.device)
+                Meter([w.device]).wait()
                 marks.append(time.perf_counter())
             run.step(w, i)
     threads = [threading.Thread(target=run.guarded, args=(drafter, w)) for w in workers]
@@ -270,13 +250,16 @@ def two_gpus(bench):
         [do(t) for t in threads]
     if run.error:
         raise RuntimeError(run.error)
-    step, alone = (max(marks) - min(marks)) / REPEATS * 1e3, bench.results["fused"].step if "fused" in bench.results else math.nan
-    average = Meter(devices[0], REPEATS, WARM_UP, devices[1]).times(lambda i: run.average(0))[2]
-    bench.note(f"two drafters: step {step:.1f} ms, {2 * alone / step:.2f} x the tokens/s of one; average alone "
-               f"{average:.1f} ms, {'direct' if direct else 'through host memory'}")
+    step = (max(marks) - min(marks)) / REPEATS * 1e3
+    alone = bench.results["fused"].step if "fused" in bench.results else math.nan
+    for p in (p for w in workers for p in w.params.values()):
+        p.grad = torch.randn_like(p)
+    average = Meter(devices, REPEATS, WARM_UP).times(lambda i: run.average(0))[2]
+    bench.note(f"two drafters: step {step:.1f} ms, {2 * alone / step:.2f} x the tokens/s of one; "
+               f"average alone {average:.1f} ms" + ("" if direct else ", not direct"))
 
 
-# -------------------------------------------------------------------------------------------------------- main
+# ------------------------------------------------------------------------------------------------------- main
 
 
 def report(bench):
@@ -285,37 +268,41 @@ def report(bench):
     count, issued = sum(terms.values()), sum(flops(c, s, n, n * (c.block_size - 1)).values()) / 1e12
     print()
     say("\n".join(bench.notes))
-    say(f"\nFLOP counted: {count:.4g} T a row ({', '.join(f'{k} {v:.4g}' for k, v in terms.items())}); attention and "
-        f"recompute left out; head over all {n * c.block_size} slots ({issued:.4g} T without slot 0, which this trainer "
-        f"leaves out). Share: of {top:.4g} TFLOP/s, the better of the two matmuls.\n")
-    rows = [[r.text, r.row, r.step, count / r.row * 1e3, count / r.step * 1e3, f"{count / r.row * 1e5 / top:.1f} %",
-             r.peak, r.first, r.row_host, r.step_host] for r in bench.results.values()]
-    say(table(["variant", "forward+backward ms", "step ms", "TFLOP/s f+b", "TFLOP/s step", "share f+b", "peak GiB",
-               "first step s", "host ms f+b", "host ms step"], rows))
+    say(f"\nFLOP counted: {count:.4g} T a row ({', '.join(f'{k} {v:.4g}' for k, v in terms.items())}); "
+        f"attention and recompute left out; head over all {n * c.block_size} slots ({issued:.4g} T without "
+        f"slot 0, which this trainer leaves out). Share: of {top:.4g} TFLOP/s, the better matmul.\n")
+    rows = [[r.text, r.row, r.step, count / r.row * 1e3, f"{count / r.row * 1e5 / top:.1f} %",
+             count / r.step * 1e3, r.peak, r.first, r.row_host, r.step_host] for r in bench.results.values()]
+    say(table(["variant", "forward+backward ms", "step ms", "TFLOP/s f+b", "share f+b", "TFLOP/s step",
+               "peak GiB", "first step s", "host ms f+b", "host ms step"], rows))
     theirs = bench.results.get("specforge")
     for name in [x for x in ("fused", "one") if theirs and x in bench.results]:
         ours = bench.results[name]
-        say(f"\n{name} / SpecForge: forward+backward {ours.row / theirs.row:.3f}, step {ours.step / theirs.step:.3f}")
+        say(f"\n{name} / SpecForge: forward+backward {ours.row / theirs.row:.3f}, "
+            f"step {ours.step / theirs.step:.3f}")
 
 
 def main(words):
-    rest = []
+    rest, parts = [], PARTS
     for word in words:
         name, _, text = word.partition("=")
-        if name in SETTINGS:
-            globals()[name] = td.convert(text, SETTINGS[name])
-        else:
+        if name not in SETTINGS:
             rest.append(word)
-    for name, legal in (("SHAPE", SHAPES), ("VARIANTS", KINDS), ("PARTS", PARTS)):
-        unknown = {globals()[name]} - set(legal) if name == "SHAPE" else set(globals()[name]) - set(legal)
-        if unknown:
-            raise flex_utils.UserError(f"{name}: no {sorted(unknown)}; there are {', '.join(legal)}")
+            continue
+        try:
+            globals()[name] = td.convert(text, SETTINGS[name])
+        except (ValueError, SyntaxError):
+            raise flex_utils.UserError(f"{word}: expected {SETTINGS[name]}") from None
+    choices = ("SHAPE", [SHAPE], SHAPES), ("VARIANTS", VARIANTS, KINDS), ("PARTS", PARTS, parts)
+    for name, chosen, legal in choices:
+        if not set(chosen) <= set(legal):
+            raise flex_utils.UserError(f"{name} = {','.join(chosen)}; there are {', '.join(legal)}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp())  # an empty one: first steps are cold
     flex_utils.worker_compile_settings(2)
     bench = Bench(rest)
     card = torch.cuda.get_device_name(bench.device) if bench.meter.cuda else "CPU"
-    say(f"{card}, torch {torch.__version__}, commit {td.commit()}; " + " ".join(f"{n}={globals()[n]}" for n in SETTINGS)
-        + f" LOSS_CHUNK={td.loss_chunk()} COMPILE={td.COMPILE}")
+    say(f"{card}, torch {torch.__version__}, commit {td.commit()}; LOSS_CHUNK={td.loss_chunk()} "
+        f"COMPILE={td.COMPILE} " + " ".join(f"{n}={globals()[n]}" for n in SETTINGS))
     for name in PARTS:
         began = time.perf_counter()
         attempt(name, globals()[name], bench)

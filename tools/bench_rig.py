@@ -1,14 +1,18 @@
-"""What tools/bench.py measures with: a clock, a memory meter, a kernel list, and the trainer's step on random rows.
+"""What tools/bench.py measures with, and the trainer's own step on random rows.
 
     Meter       times, peaks, host waits and kernels of work(i) on a device
-    Rig         a named drafter shape: frozen embedding and head, td.Items, td.Replicas, all with random values
+    Rig         a named drafter shape: frozen embedding and head, td.Items, td.Replicas, all random
     Steps       td.Run fed from lists: its step(w, i) is td.train_step, its row(w, i) td.micro_step
+    specforge_steps()   the same two for specforge 0.2.0
 """
 import gc
+import importlib.util
 import math
+import os
 import re
 import sys
 import time
+import types
 import warnings
 from pathlib import Path
 
@@ -23,17 +27,17 @@ import train_dflash as td  # noqa: E402
 CONVERSATIONS = (0.3, 0.22, 0.18, 0.14, 0.1, 0.06)  # shares of a packed row
 PROMPT = 0.1                                        # share of a conversation that is not supervised
 SHAPES = {  # sizes of the drafter; constants of the trainer
-    "qwen3.6-27b": (dict(hidden_size=5120, intermediate_size=17408, num_layers=5, num_heads=32, num_kv_heads=8,
-                         head_dim=128, vocab_size=248320, target_layer_ids=(1, 16, 31, 46, 61),
-                         num_target_layers=64),
+    "qwen3.6-27b": (dict(hidden_size=5120, intermediate_size=17408, num_layers=5, num_heads=32,
+                         num_kv_heads=8, head_dim=128, vocab_size=248320, num_target_layers=64,
+                         target_layer_ids=(1, 16, 31, 46, 61)),
                     dict(SEQ_LEN=4096, NUM_ANCHORS=512, BLOCK_SIZE=16, SLIDING_WINDOW=2048)),
-    "tiny": (dict(hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
-                  vocab_size=512, target_layer_ids=(1, 3), num_target_layers=6),
+    "tiny": (dict(hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
+                  head_dim=16, vocab_size=512, target_layer_ids=(1, 3), num_target_layers=6),
              dict(SEQ_LEN=256, NUM_ANCHORS=32, BLOCK_SIZE=8, SLIDING_WINDOW=32, LOSS_CHUNK=128)),
 }
 GROUPS = (("flex backward", "triton_tem.*backward"), ("flex forward", "triton_tem.*flex"),
           ("copy, fill", "(?i)memcpy|memset"), ("gemm", "gemm|nvjet|cutlass|xmma|cublas|triton_tem|splitK"),
-          ("elementwise", "triton|elementwise|reduce|index|scatter|gather|sort|multi_tensor|Cat|scan"),
+          ("elementwise", "(?i)triton|elementwise|reduce|index|scatter|gather|sort|multi_tensor|Cat|scan"),
           ("other", ""))
 
 
@@ -50,11 +54,11 @@ def free():
 
 
 class Meter:
-    """Medians of `repeats` calls after `warm_up`; work(i) gets i = 0, 1, ..."""
+    """Medians of `repeats` calls after `warm_up`; work(i) gets i = 0, 1, ...; events: the first device."""
 
-    def __init__(self, device, repeats, warm_up, *more_devices):
-        self.devices, self.repeats, self.warm_up = (device, *more_devices), repeats, warm_up
-        self.cuda = device.type == "cuda"
+    def __init__(self, devices, repeats=1, warm_up=0):
+        self.devices, self.repeats, self.warm_up = devices, repeats, warm_up
+        self.cuda = devices[0].type == "cuda"
 
     def wait(self):
         if self.cuda:
@@ -62,8 +66,9 @@ class Meter:
                 torch.cuda.synchronize(device)
 
     def times(self, work):
-        """-> (device ms, the host running ahead; ms until work returns; ms until its work is done, both alone)."""
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.repeats * self.cuda)]
+        """-> (device ms, the host ahead; from an idle device: ms until work returns, ms until it is done)."""
+        n = self.repeats if self.cuda else 0
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(n)]
         for i in range(self.warm_up):
             work(i)
         self.wait()
@@ -114,14 +119,15 @@ class Meter:
         return sorted({f"{Path(w.filename).name}:{w.lineno}" for w in seen if "synchroniz" in str(w.message)})
 
     def kernels(self, work, top=25):
-        """What one work(1) runs: coarse split, span with the device's idle time in it, longest kernels. -> text."""
+        """What one work(1) runs: coarse split, span with idle time in it, longest kernels. -> text."""
         self.wait()
         with profile(activities=[ProfilerActivity.CUDA if self.cuda else ProfilerActivity.CPU]) as p:
             work(1)
             self.wait()
         names, groups, ran = {}, {}, []
         for e in p.events():
-            if e.device_type == torch.autograd.DeviceType.CPU and self.cuda or getattr(e, "is_user_annotation", 0):
+            on_cpu = e.device_type == torch.autograd.DeviceType.CPU
+            if on_cpu == self.cuda or getattr(e, "is_user_annotation", False):
                 continue
             begin, end = e.time_range.start / 1e3, e.time_range.end / 1e3
             ran.append((begin, end))
@@ -137,12 +143,11 @@ class Meter:
 
 
 def make_item(c, device, seed, one):
-    """td.Item of a row of conversations, each a prompt and an answer. Its `row` is the supervised mask (S,) alone."""
+    """td.Item of a row of conversations, a prompt and an answer each; its `row` is the supervised mask."""
     rng, s = np.random.default_rng(seed), td.SEQ_LEN
     ends = np.cumsum([1.0] if one else rng.permutation(CONVERSATIONS)) * s
-    bounds, start, run = [0, *ends.round().astype(int)], np.zeros(s, np.int64), np.zeros(s, np.int64)
-    supervised = np.zeros(s, bool)
-    for a, b in zip(bounds, bounds[1:]):
+    start, run, supervised = np.zeros(s, np.int64), np.zeros(s, np.int64), np.zeros(s, bool)
+    for a, b in zip([0, *ends.round().astype(int)], ends.round().astype(int)):
         answer = a + max(1, round(PROMPT * (b - a)))
         start[a:b], run[answer:b], supervised[answer:b] = a, np.arange(b - answer - 1, -1, -1), True
     valid = np.flatnonzero(run >= 1)
@@ -166,13 +171,14 @@ class Rig:
         linear = torch.nn.Linear(c.hidden_size, c.vocab_size, bias=False, **like)
         self.head, self.kept = md.Head(linear).requires_grad_(False), {}
         self.embed.weight.normal_(0, 0.02)
-        linear.weight.normal_(0, 0.5 / math.sqrt(c.hidden_size))  # logits of deviation 1/2: the loss is near ln V
+        linear.weight.normal_(0, 0.5 / math.sqrt(c.hidden_size))  # logits of deviation 1/2: loss near ln V
 
     def config(self, layers="full"):
         n = self.sizes["num_layers"]
         kinds = ["full_attention" if layers == "full" else "sliding_attention"] * (n - 1) + ["full_attention"]
-        return md.DrafterConfig(**self.sizes, block_size=td.BLOCK_SIZE, mask_token_id=self.sizes["vocab_size"] - 250,
-                                layer_types=tuple(kinds), sliding_window=td.SLIDING_WINDOW, rope_theta=1e7)
+        return md.DrafterConfig(
+            **self.sizes, block_size=td.BLOCK_SIZE, mask_token_id=self.sizes["vocab_size"] - 250,
+            layer_types=tuple(kinds), sliding_window=td.SLIDING_WINDOW, rope_theta=1e7)
 
     def items(self, one=False, device=None):
         """Three input sets."""
@@ -185,7 +191,8 @@ class Rig:
             shapes = {n: p.shape for n, p in md.Drafter(c, None).named_parameters()}
         weights = {n: torch.randn(s, device=device) * 0.02 if len(s) > 1 else torch.ones(s, device=device)
                    for n, s in shapes.items()}
-        w = td.Replica(index, c, device, td.replica_of(self.embed, device), td.replica_of(self.head, device), weights)
+        frozen = td.replica_of(self.embed, device), td.replica_of(self.head, device)
+        w = td.Replica(index, c, device, *frozen, weights)
         if compiled == "flex" and device.type == "cuda":
             for layer in w.drafter.layers:
                 layer._compiled_call_impl = None
@@ -207,7 +214,8 @@ class Steps(td.Run):
     def __init__(self, replicas, items, direct=True):
         td.DRAFTER_DEVICES, td.ROWS_PER_STEP = [str(w.device) for w in replicas], len(replicas)
         super().__init__(Path("out/bench"))
-        self.replicas, self.items, self.direct, self.last, self.horizon = replicas, items, direct, 10**6, 10**6
+        self.replicas, self.items, self.direct = replicas, items, direct
+        self.last = self.horizon = 10**6
 
     def take(self, w, kind, indices):
         n = len(self.replicas)
@@ -220,3 +228,39 @@ class Steps(td.Run):
     def row(self, w, i):
         w.drafter.zero_grad(set_to_none=True)
         td.micro_step(self, w, self.items[w.index][i % 3])
+
+
+def import_specforge():
+    """Only the files of three classes: its packages' own __init__ import every algorithm, and servers."""
+    root = importlib.util.find_spec("specforge").submodule_search_locations[0]
+    for name in ("modeling", "modeling.draft", "algorithms", "algorithms.common"):
+        sys.modules[f"specforge.{name}"] = package = types.ModuleType(f"specforge.{name}")
+        package.__path__ = [os.path.join(root, *name.split("."))]
+    from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
+    from specforge.modeling.draft.dflash import DFlashDraftModel
+    from specforge.optimizer import BF16Optimizer
+    return OnlineDFlashModel, DFlashDraftModel, BF16Optimizer
+
+
+def specforge_steps(rig, items):
+    """-> row(i), step(i) at its defaults: flex_attention, loss checkpointed 128 blocks at a time, AdamW on
+    fp32 masters, clip 0.5. On a CPU sdpa, since flex_attention has no backward there."""
+    from transformers import Qwen3Config
+    (online, draft, adam), c, device = import_specforge(), rig.config(), rig.device
+    config, backend = Qwen3Config(**md.config_json(c)), "flex_attention" if device.type == "cuda" else "sdpa"
+    config._attn_implementation = backend
+    with device:
+        model = online(draft(config), rig.head.linear, rig.embed, c.mask_token_id, c.block_size, backend,
+                       td.NUM_ANCHORS)
+    model = model.to(device, td.compute_dtype(device)).train()
+    optimizer = adam(model.draft_model, lr=td.LR)
+    masks = [torch.from_numpy(i.row).to(device).float()[None] for i in items]
+
+    def row(i):
+        model.draft_model.zero_grad(set_to_none=True)
+        model(items[i % 3].slots[0].ids[None], items[i % 3].hidden, masks[i % 3])[0].backward()
+
+    def step(i):
+        row(i)
+        optimizer.step()
+    return row, step

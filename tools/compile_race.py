@@ -1,27 +1,22 @@
-"""Which ways of compiling flex_attention in several threads of one process survive? Prints the README's table.
+"""Which ways of compiling flex_attention in several threads survive? Prints the README's table.
 
-    python tools/compile_race.py [NAME=VALUE ...]                  three threads on the CPU
-    python tools/compile_race.py DEVICES=cuda:0,cuda:1 OUT=race.txt
-    python tools/compile_race.py DEVICES=cuda:0,cuda:0,cuda:0 TARGETS=4 FIXES=none,gate
+    python tools/compile_race.py [NAME=VALUE ...]      e.g. DEVICES=cuda:0,cuda:1 TARGETS=4 FIXES=none,gate
 
-main()                 every (fix, with or without a new row length later, seed)
-  one_run()            a fresh process with empty compile caches (a warm cache hides the race), killed at TIMEOUT_S
-    child()            Race: one thread a device, started at random moments, until all made STEPS steps or one failed
-      DrafterWorker    the project's own Drafter and row_loss on random rows
-      TargetWorker     a small Qwen3.5-type model with random weights (TARGETS of them)
-table()                failed runs / runs; the exit status is 1 iff `gate`, the project's own way, failed
+main()               every (fix, with or without a new row length later, seed)
+  one_run()          a fresh process with empty compile caches: a warm cache hides the race
+    child()          Race: a thread a device, started at random moments, until all made STEPS or one failed
+      DrafterWorker  the project's own Drafter and row_loss on random rows
+      TargetWorker   a small Qwen3.5-type model with random weights (TARGETS of them)
+report()             failed runs / runs; the exit status is 1 iff `gate`, the project's own way, failed
 
 flex_attention has no backward on the CPU. There this tool alone drops flex's device check, compiles with the
 backend aot_eager, and gives each thread its own number of heads: one cache entry a thread, as GPUs have.
 """
 import ast
-import copy
 import faulthandler
-import importlib.util
+import itertools
 import json
 import os
-import random
-import re
 import signal
 import subprocess
 import sys
@@ -30,35 +25,32 @@ import threading
 import time
 import traceback
 from collections import Counter
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import NamedTuple
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+_here = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.dirname(_here))
 from flex_utils import Gate, attend_flex, block_mask, make_attention, worker_compile_settings  # noqa: E402
 from model_drafter import Drafter, DrafterConfig, Head, LossSpec, row_loss, slots_of  # noqa: E402
 
-MEANING = {  # fix: what it does
+meaning = {  # of each fix
     "none": "nothing",
     "mainwarm": "one device's first step made in the main thread, before the threads start",
-    "lockattn1": "a lock around each thread's first attention call",
-    "reent": "checkpoint(use_reentrant=True) around the compiled call: the contrast to noreent",
-    "noreent": "checkpoint(use_reentrant=False) around the compiled call",
+    "lockattn1": "a lock around each thread's first compiled call (a layer with its attention)",
+    "reent": "checkpoint(use_reentrant=True) around the compiled calls: the contrast to noreent",
+    "noreent": "checkpoint(use_reentrant=False) around the compiled calls",
     "lockfwd1": "a lock around each thread's first forward",
     "lockstep1": "a lock around each thread's first whole step",
     "lockstep1+barrier": "the same, and nobody goes on before all have made it",
     "gate": "flex_utils.Gate, this project's way",
 }
-_not_settings = set(globals())
 
 # -------------------------------------------------------------------------------------------------- settings
 
 DEVICES = ["cpu", "cpu", "cpu"]  # one drafter thread each; a device may repeat; all cpu or all cuda
-FIXES = list(MEANING)
+FIXES = list(meaning)
 SEEDS = 3                 # runs of each (fix, new length or not): seeds 0, 1, ...
 GATE_SEEDS = 3            # the same for `gate` with a new length: "never fails" takes more runs than "fails"
 STEPS = 16                # each thread makes at least so many and runs on until all have
@@ -69,102 +61,79 @@ JITTER_S = 0.5            # thread i starts after a random 0 .. i * JITTER_S sec
 SWITCH_S = 1e-5           # Python's switch interval: at the usual 5 ms a compile starves the warm threads
 SEQ_LEN = 256             # context tokens of a row
 NUM_ANCHORS = 8
-BLOCK_SIZE = 4
 LOSS_FORM = "checkpoint"  # or "fused", which is compiled on CUDA
 OUT = ""                  # file for the log, besides stdout
 
-SETTINGS = sorted(name for name in set(globals()) - _not_settings if name.isupper())
+SETTINGS = [name for name in globals() if name.isupper()]
+
+
+def value_of(text, kind):
+    """Strings are raw text, lists `a,b` or a literal, the rest literals; None = not of that type."""
+    if kind is str or (kind is list and not text.startswith("[")):
+        return text if kind is str else text.split(",")
+    with suppress(ValueError, SyntaxError):
+        value = ast.literal_eval(text)
+        return float(value) if (kind, type(value)) == (float, int) else value if type(value) is kind else None
 
 
 def override(words):
-    """NAME=VALUE: strings are raw text, lists `a,b` or a Python literal, the rest Python literals."""
-    for word in words:
-        name, equals, text = word.partition("=")
-        if not equals or name not in SETTINGS:
-            raise SystemExit(f"compile_race: {word}: no such setting; there are {', '.join(SETTINGS)}")
+    def need(ok, text):
+        if not ok:
+            raise SystemExit(f"compile_race: {text}")
+    for name, equals, text in (word.partition("=") for word in words):
+        need(equals and name in SETTINGS, f"unknown setting {name!r}; there are {', '.join(SETTINGS)}")
         kind = type(globals()[name])
-        if kind is str or (kind is list and not text.startswith("[")):
-            value = text if kind is str else text.split(",")
-        else:
-            try:
-                value = ast.literal_eval(text)
-            except (ValueError, SyntaxError):
-                value = None
-            value = float(value) if kind is float and type(value) is int else value
-        if type(value) is not kind:
-            raise SystemExit(f"compile_race: {word}: must be of type {kind.__name__}")
-        globals()[name] = value
+        globals()[name] = value_of(text, kind)
+        need(globals()[name] is not None, f"{name}={text}: expected {kind.__name__}")
+    gpus = {f"cuda:{i}" for i in range(torch.cuda.device_count())}
+    need(DEVICES and set(DEVICES) in ({"cpu"}, gpus & set(DEVICES)), f"DEVICES={DEVICES}: cpu, or of {gpus}")
+    need(FIXES and set(FIXES) <= set(meaning), f"FIXES={FIXES}: some of {', '.join(meaning)}")
+    need(0 <= NEW_LENGTH_AT < STEPS, f"NEW_LENGTH_AT={NEW_LENGTH_AT}: 0 (never) or less than STEPS={STEPS}")
+    need(LOSS_FORM in ("checkpoint", "fused"), f"LOSS_FORM={LOSS_FORM}: checkpoint or fused")
 
 
-def check_settings():
-    kinds = {name.partition(":")[0] if re.fullmatch(r"cpu|cuda(:\d+)?", str(name)) else name for name in DEVICES}
-    gpus = {int(name.partition(":")[2] or 0) for name in DEVICES} if kinds == {"cuda"} else set()
-    for wrong, name, rule in (
-            (kinds not in ({"cpu"}, {"cuda"}), "DEVICES", "all cpu or all cuda"),
-            (gpus - set(range(torch.cuda.device_count())), "DEVICES", "GPUs that this machine has"),
-            (not FIXES or set(FIXES) - set(MEANING), "FIXES", f"some of {', '.join(MEANING)}"),
-            (not 0 <= NEW_LENGTH_AT < STEPS, "NEW_LENGTH_AT", f"0 (never) or 1..{STEPS - 1}, before STEPS"),
-            (LOSS_FORM not in ("checkpoint", "fused"), "LOSS_FORM", "checkpoint or fused")):
-        if wrong:
-            raise SystemExit(f"compile_race: {name}={globals()[name]}: must be {rule}")
-
-
-# -------------------------------------------------------------------------------------------- child: the fixes
+# --------------------------------------------------------------------------------------- child: one cold run
 
 
 class Race:
-    """What the threads share: the compiled attention call, the fix, and whether one failed."""
+    """What the threads share: the attention call, the fix, and how threads failed."""
 
     def __init__(self, fix, new_length_at):
-        self.fix, self.new_length_at = fix, new_length_at
+        self.fix, self.new_length_at, self.workers = fix, new_length_at, []
         self.devices = [torch.device(name) for name in DEVICES]
         self.cuda = self.devices[0].type == "cuda"
-        self.lock, self.local = threading.Lock(), threading.local()
+        self.lock, self.local, self.kinds = threading.Lock(), threading.local(), {}  # thread: how it failed
         self.barrier, self.gate = threading.Barrier(len(DEVICES)), Gate(threading.Lock())
         if fix == "gate":
             self.gate.forbid_compiles_outside()
-        attend, self.make_mask = attend_flex(), block_mask
+        self.attend, self.make_mask = attend_flex(), block_mask
         if self.cuda:
-            attend, self.make_mask = make_attention(self.devices[0], True)
-        self.compiled = torch.compile(attend, backend="inductor" if self.cuda else "aot_eager", dynamic=False)
-        self.failed, self.workers = threading.Event(), []
+            self.attend, self.make_mask = make_attention(self.devices[0], True)
+        else:  # torch refuses on a CPU what the race needs: see the top of this file
+            torch.set_num_threads(1)
+            sys.modules["torch.nn.attention.flex_attention"]._validate_device = lambda *args, **kwargs: None
+        if torch.version.cuda and not torch.cuda.is_available():
+            # without a GPU CUDA builds swap the device guard in FakeTensorMode, unlocked, and segfault
+            torch._C._ensureCUDADeviceGuardSet = lambda: None
 
-    def attend(self, q, k, v, mask):
-        """The drafter's attention call, with the fixes that sit around it."""
+    def fixed(self, compiled):
+        """A layer's compiled call, with the fixes that sit around it."""
         if self.fix in ("reent", "noreent"):
-            return checkpoint(self.compiled, q, k, v, mask, use_reentrant=self.fix == "reent")
-        if self.fix != "lockattn1" or getattr(self.local, "warm", False):
-            return self.compiled(q, k, v, mask)
-        with self.lock:
-            y = self.compiled(q, k, v, mask)
-        self.local.warm = True
-        return y
+            return lambda *args: checkpoint(compiled, *args, use_reentrant=self.fix == "reent")
+
+        def locked_once(*args):
+            with nullcontext() if getattr(self.local, "warm", False) else self.lock:
+                y = compiled(*args)
+            self.local.warm = True
+            return y
+        return locked_once if self.fix == "lockattn1" else compiled
 
     @contextmanager
     def around_step(self, kind, first, *signature):
-        """Only the gate knows of targets: the other fixes are the usual advice for training threads."""
-        if self.fix == "gate":
-            with self.gate.first_step(), self.gate.work(kind, *signature):
+        gated, locked = self.fix == "gate", kind == "train" and first and "lockstep1" in self.fix
+        with self.gate.first_step() if gated else self.lock if locked else nullcontext():
+            with self.gate.work(kind, *signature) if gated else nullcontext():
                 yield
-        else:
-            with self.lock if kind == "train" and first and "lockstep1" in self.fix else nullcontext():
-                yield
-
-    def over(self):
-        return self.failed.is_set() or all(worker.done >= STEPS for worker in self.workers)
-
-
-def cpu_stand_ins():
-    """Torch refuses on a CPU what the race needs: see the top of this file."""
-    torch.set_num_threads(1)
-    sys.modules["torch.nn.attention.flex_attention"]._validate_device = lambda *args, **kwargs: None
-    if torch.version.cuda and not torch.cuda.is_available():
-        # a CUDA build without a GPU swaps the device guard in FakeTensorMode.__enter__, unlocked, and segfaults
-        # beside other threads: the missing GPU's doing, not the race's
-        torch._C._ensureCUDADeviceGuardSet = lambda: None
-
-
-# ------------------------------------------------------------------------------------------ child: the threads
 
 
 class Worker:
@@ -172,8 +141,8 @@ class Worker:
         self.race, self.index, self.name, self.device = race, index, name, device
         self.dtype = torch.bfloat16 if race.cuda else torch.float32
         self.generator = torch.Generator().manual_seed(1000 * seed + index)
-        self.delay = random.Random(f"{seed} {name}").uniform(0, JITTER_S * index)
-        self.done, self.error = 0, None
+        self.delay = JITTER_S * index * float(torch.rand((), generator=self.generator))
+        self.done = 0
         race.workers.append(self)
 
     def loop(self):
@@ -181,9 +150,9 @@ class Worker:
         try:
             if race.cuda:
                 torch.cuda.set_device(self.device)
-            worker_compile_settings(len(race.workers))  # in the thread: from torch 2.12 on they are the thread's
+            worker_compile_settings(len(race.workers))  # the thread's own from torch 2.12 on
             time.sleep(self.delay)
-            while not race.over():  # whoever is done runs on: warm threads are what a compile elsewhere kills
+            while not race.kinds and any(w.done < STEPS for w in race.workers):  # the warm run on: they die
                 self.step(self.done)
                 self.done += 1
             if race.cuda:
@@ -191,8 +160,8 @@ class Worker:
         except threading.BrokenBarrierError:
             pass  # another thread failed
         except BaseException as error:
-            self.error = error
-            race.failed.set()
+            traceback.print_exc()
+            race.kinds[self.name] = kind_of(error)
             race.barrier.abort()
 
 
@@ -200,11 +169,14 @@ class DrafterWorker(Worker):
     def __init__(self, race, index, device, seed):
         super().__init__(race, index, f"drafter{index}", device, seed)
         heads = 2 if race.cuda else index + 1
-        c = self.config = DrafterConfig(64, 128, 2, 2 * heads, heads, 16, 256, BLOCK_SIZE, 255, (0, 1), 4,
+        c = self.config = DrafterConfig(64, 128, 2, 2 * heads, heads, 16, 256, 4, 255, (0, 1), 4,
                                         ("sliding_attention", "full_attention"), SEQ_LEN // 4)
         self.drafter = Drafter(c, race.attend)
         self.drafter.init_weights(seed)
         self.drafter.to(device, self.dtype)
+        for layer in self.drafter.layers:  # whole layers, as the trainer compiles them
+            layer.compile(backend="inductor" if race.cuda else "aot_eager", dynamic=False)
+            layer._compiled_call_impl = race.fixed(layer._compiled_call_impl)
         self.optimizer = torch.optim.AdamW(self.drafter.parameters())
         self.embed = torch.nn.Embedding(c.vocab_size, c.hidden_size)
         self.head = Head(torch.nn.Linear(c.hidden_size, c.vocab_size, bias=False))
@@ -228,8 +200,8 @@ class DrafterWorker(Worker):
         hidden, slots = self.row(length)
         with race.around_step("train", first, self.device, length):
             with race.lock if first and race.fix == "lockfwd1" else nullcontext():
-                result = row_loss(self.drafter, self.embed, self.head, hidden, slots, race.make_mask, self.spec)
-            result.loss.backward()
+                row = row_loss(self.drafter, self.embed, self.head, hidden, slots, race.make_mask, self.spec)
+            row.loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         if first and race.fix == "lockstep1+barrier":
@@ -239,9 +211,15 @@ class DrafterWorker(Worker):
 class TargetWorker(Worker):
     SHAPES = (2, 128), (1, 256), (3, 64)  # (batch, length), in turn
 
-    def __init__(self, race, index, model, device, seed):
+    def __init__(self, race, index, device, seed):
+        """A small hybrid model. Runs in the main thread: concurrent construction corrupts the process."""
         super().__init__(race, len(DEVICES) + index, f"target{index}", device, seed)
-        self.model = model.to(device, self.dtype)
+        from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+        config = Qwen3_5TextConfig(
+            vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=4, head_dim=64,
+            num_attention_heads=4, num_key_value_heads=2, linear_num_key_heads=2, linear_num_value_heads=4,
+            linear_key_head_dim=64, linear_value_head_dim=64)
+        self.model = Qwen3_5ForCausalLM(config).eval().to(device, self.dtype)
 
     @torch.no_grad()
     def step(self, n):
@@ -249,18 +227,6 @@ class TargetWorker(Worker):
         ids = torch.randint(256, shape, generator=self.generator).to(self.device)
         with self.race.around_step("target", n == 0, self.device, shape):
             self.model(ids, use_cache=False)
-
-
-def make_targets():
-    """Replicas of one small hybrid target, made in the main thread: concurrent loading corrupts the process."""
-    if not TARGETS:
-        return []
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-    target = Qwen3_5ForCausalLM(Qwen3_5TextConfig(
-        vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, linear_num_key_heads=2, linear_num_value_heads=4,
-        linear_key_head_dim=64, linear_value_head_dim=64)).eval()
-    return [copy.deepcopy(target) for _ in range(TARGETS)]
 
 
 def kind_of(error):
@@ -272,123 +238,92 @@ def kind_of(error):
     return f"other: {type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:80]}"
 
 
-def child(fix, new_length_at, seed):
+def child(settings, fix, new_length_at, seed):
     """One run in this process; the last line says how every thread ended."""
+    globals().update(settings)
     sys.setswitchinterval(SWITCH_S)
     faulthandler.enable()
     faulthandler.dump_traceback_later(0.9 * TIMEOUT_S)  # where it hangs, before one_run() kills it
     torch.manual_seed(seed)
     race = Race(fix, new_length_at)
-    if not race.cuda:
-        cpu_stand_ins()
     for i, device in enumerate(race.devices):
         DrafterWorker(race, i, device, seed)
-    for i, model in enumerate(make_targets()):
-        TargetWorker(race, i, model, race.devices[i % len(DEVICES)], seed)
+    for i in range(TARGETS):
+        TargetWorker(race, i, race.devices[i % len(DEVICES)], seed)
     if fix == "mainwarm":
         worker_compile_settings(len(race.workers))
         race.workers[0].step(0)
     threads = [threading.Thread(target=worker.loop, name=worker.name) for worker in race.workers]
-    for act in (threading.Thread.start, threading.Thread.join):
-        for thread in threads:
-            act(thread)
-    failed = {worker.name: worker.error for worker in race.workers if worker.error}
-    for error in failed.values():
-        traceback.print_exception(error)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     print("RESULT " + json.dumps({
-        "kinds": {name: kind_of(error) for name, error in failed.items()},
-        "steps": [worker.done for worker in race.workers],
-        "devices": [torch.cuda.get_device_name(d) if race.cuda else "CPU" for d in race.devices]}), flush=True)
+        "kinds": race.kinds, "steps": [worker.done for worker in race.workers], "fla": "fla" in sys.modules,
+        "names": [torch.cuda.get_device_name(d) if race.cuda else "CPU" for d in race.devices]}), flush=True)
     os._exit(0)  # a crash can leave behind what an orderly end would wait for
 
 
-# -------------------------------------------------------------------------------------------- parent: the runs
-
-
-class Run(NamedTuple):
-    fix: str
-    new_length: bool
-    kinds: dict      # thread: how it failed; empty = ok
-    result: dict     # what the child said; empty when it said nothing
-    seconds: float
-    stderr: str
-
-
 def one_run(fix, new_length_at, seed):
-    """One cold run in a fresh process -> Run."""
+    """One cold run in a fresh process -> {fix, later, text, kinds {thread: failure}, steps, names, fla}."""
     what = json.dumps([{name: globals()[name] for name in SETTINGS}, fix, new_length_at, seed])
-    begin, kinds, result = time.monotonic(), {}, {}
-    with tempfile.TemporaryDirectory(prefix="compile_race_", ignore_cleanup_errors=True) as cache:
-        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
-        process = subprocess.Popen([sys.executable, __file__, "child", what], env=env, text=True, errors="replace",
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-        try:
-            out, err = process.communicate(timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            kinds = {"process": "hang"}
-        try:  # the child when it hangs, and inductor's compile workers when they outlived it
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache, \
+            open(f"{cache}/log", "w+", errors="replace") as log:
+        env = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
+        process = subprocess.Popen([sys.executable, __file__, "child", what], env={**os.environ, **env},
+                                   stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(TIMEOUT_S)
+        ended = "hang" if process.poll() is None else f"other: ended with status {process.returncode}"
+        with suppress(ProcessLookupError, PermissionError):  # a hanging child; inductor's workers
             os.killpg(process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
-        if kinds:
-            out, err = process.communicate()
-    lines = [line[7:] for line in out.splitlines() if line.startswith("RESULT ")]
-    if not kinds:
-        result = json.loads(lines[-1]) if lines else {}
-        kinds = result.get("kinds", {"process": f"other: ended with status {process.returncode}"})
-    return Run(fix, new_length_at > 0, kinds, result, time.monotonic() - begin, err)
+        process.wait()
+        log.seek(0)
+        text = log.read()
+    said = next((json.loads(line[7:]) for line in text.splitlines() if line.startswith("RESULT ")), {})
+    return {"kinds": {"process": ended}, **said, "fix": fix, "later": new_length_at > 0, "text": text}
 
 
-def head(runs):
-    """What the table was measured with."""
-    names = next((run.result["devices"] for run in runs if run.result), DEVICES)
-    where = ", ".join(f"{n} on {device} ({name})" for (device, name), n in Counter(zip(DEVICES, names)).items())
-    fla = "with" if importlib.util.find_spec("fla") else "without"
-    git = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
-    return (f"torch {torch.__version__.split('+')[0]}; drafter threads: {where}; target threads: {TARGETS}"
-            f"{f' ({fla} flash-linear-attention)' if TARGETS else ''}; commit {git.stdout.strip() or 'none'}")
-
-
-def table(runs):
-    def cell(fix, new_length):
-        these = [run for run in runs if (run.fix, run.new_length) == (fix, new_length)]
-        return f"{sum(bool(run.kinds) for run in these)}/{len(these)}"
+def report(runs):
+    """What it was measured with, and the table."""
+    def cell(fix, later):
+        these = [bool(run["kinds"]) for run in runs if (run["fix"], run["later"]) == (fix, later)]
+        return f"{sum(these)}/{len(these)}"
 
     def kinds(fix):  # each kind once a run
-        count = Counter(kind for run in runs if run.fix == fix for kind in set(run.kinds.values()) or {"ok"})
+        count = Counter(k for run in runs if run["fix"] == fix for k in set(run["kinds"].values()) or {"ok"})
         return ", ".join(f"{kind.replace('|', '/')} x{n}" for kind, n in count.most_common())
-    lines = ["| fix | crashes/runs, no new length | crashes/runs, new length later | how runs ended |",
-             "|---|---|---|---|"]
-    return "\n".join(lines + [f"| `{fix}`: {MEANING[fix]} | {cell(fix, False)} | {cell(fix, True)} | {kinds(fix)} |"
-                              for fix in FIXES])
+    first = next((run for run in runs if "names" in run), {"names": DEVICES, "fla": False})
+    where = ", ".join(f"{n} on {d} ({k})" for (d, k), n in Counter(zip(DEVICES, first["names"])).items())
+    git = subprocess.run("git describe --always --dirty".split(), cwd=_here, capture_output=True, text=True)
+    fla = f" with{'' if first['fla'] else 'out'} flash-linear-attention" if TARGETS else ""
+    return "\n".join([
+        f"torch {torch.__version__.split('+')[0]}; drafter threads: {where}; target threads: {TARGETS}{fla}; "
+        f"commit {git.stdout.strip() or 'none'}", "",
+        "| fix | crashes/runs, no new length | crashes/runs, new length later | how the runs ended |",
+        "|---|---|---|---|",
+        *(f"| `{f}`: {meaning[f]} | {cell(f, False)} | {cell(f, True)} | {kinds(f)} |" for f in FIXES)])
 
 
 def main(words):
     override(words)
-    check_settings()
-    runs, log = [], open(OUT, "w", buffering=1) if OUT else None
+    runs, log = [], open(OUT or os.devnull, "w")
 
     def say(text):
-        print(text, file=log) if log else None
-        print(text, flush=True)
+        for file in (sys.stdout, log):
+            print(text, file=file, flush=True)
     say(" ".join(f"{name}={globals()[name]}" for name in SETTINGS if name != "OUT"))
-    for fix in FIXES:
-        for at in dict.fromkeys((0, NEW_LENGTH_AT)):
-            for seed in range(GATE_SEEDS if fix == "gate" and at else SEEDS):
-                run = one_run(fix, at, seed)
-                runs.append(run)
-                say(f"{fix}, {f'new length at step {at}' if at else 'no new length'}, seed {seed}: "
-                    f"{run.kinds or 'ok'}, steps {run.result.get('steps')}, {run.seconds:.1f} s")
-                if any(kind != "FX crash" for kind in run.kinds.values()):
-                    print(run.stderr[-4000:], file=sys.stderr)
-    say(f"\n{head(runs)}\n\n{table(runs)}")
-    sys.exit(int(any(run.fix == "gate" and run.kinds for run in runs)))
+    for fix, at in itertools.product(FIXES, dict.fromkeys((0, NEW_LENGTH_AT))):
+        for seed in range(GATE_SEEDS if fix == "gate" and at else SEEDS):
+            begin, run = time.monotonic(), one_run(fix, at, seed)
+            runs.append(run)
+            say(f"{fix}, {f'new length at step {at}' if at else 'no new length'}, seed {seed}: "
+                f"{run['kinds'] or 'ok'}, steps {run.get('steps')}, {time.monotonic() - begin:.1f} s")
+            if set(run["kinds"].values()) - {"FX crash"}:
+                print(run["text"][-3000:], file=sys.stderr)
+    say(f"\n{report(runs)}")
+    sys.exit(int(any(run["fix"] == "gate" and run["kinds"] for run in runs)))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["child"]:
-        settings, *what = json.loads(sys.argv[2])
-        globals().update(settings)
-        child(*what)
-    else:
-        main(sys.argv[1:])
+    child(*json.loads(sys.argv[2])) if sys.argv[1:2] == ["child"] else main(sys.argv[1:])

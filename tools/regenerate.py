@@ -19,6 +19,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -205,6 +206,11 @@ class Output:
         self.counts["not round-trip"] += 1
         append(self.state, {"left_out": key})
 
+    def close(self):
+        for file in (self.file, self.state):
+            os.fsync(file.fileno())
+            file.close()
+
 
 # ---- a server ------------------------------------------------------------------------------------
 
@@ -373,7 +379,7 @@ def draw_prompts(wanted, path, model, tokenizer):
     text = tokenizer.apply_chat_template(turn, tokenize=False, **CHAT_TEMPLATE_KWARGS)
     prefix = tokenizer(text.partition("STARTSHERE")[0], add_special_tokens=False)["input_ids"]
     special = set(tokenizer.all_special_ids)
-    with tqdm(total=wanted, initial=len(seen), unit="prompt", disable=None) as bar:
+    with file, tqdm(total=wanted, initial=len(seen), unit="prompt", disable=None) as bar:
         while len(seen) < wanted:
             torch.manual_seed(SEED * 1_000_003 + batches)
             before, batches = len(seen), batches + 1
@@ -393,21 +399,19 @@ def draw_prompts(wanted, path, model, tokenizer):
 # ---- main ----------------------------------------------------------------------------------------
 
 
-def main():
-    override(sys.argv[1:])
-    check_settings()
-    counts = Counter()
-    rows = {} if PROMPTS.startswith("none:") else read_prompts(PROMPTS, counts)
-    output = Output(counts)
+def answer(rows, output):
+    """Answers what OUT lacks. -> (rows, key -> reason of those that failed, seconds)"""
     local = load_target() if TARGET else ()
     if not rows:
         draw_prompts(int(PROMPTS[5:]), OUT + ".prompts", *local)
-        rows = read_prompts(OUT + ".prompts", counts)
+        rows = read_prompts(OUT + ".prompts", output.counts)
     todo = {key: row for key, row in rows.items() if key not in output.done}
     began = time.monotonic()
     failed = answer_locally(todo, output, *local) if TARGET else answer_by_server(todo, output)
-    seconds = time.monotonic() - began + 1e-9
-    os.fsync(output.file.fileno())
+    return rows, failed, time.monotonic() - began + 1e-9
+
+
+def report(counts, rows, failed, seconds):
     for key, reason in failed.items():
         question = json.dumps(rows[key]["messages"][-1].get("content"))[:80]
         if reason:
@@ -418,6 +422,16 @@ def main():
           + f"{counts['new']} new in {seconds:.1f} s, {counts['new'] / seconds:.1f} rows/s")
     if failed:
         stop(f"{len(failed)} rows failed (listed above): the same command asks for them again")
+
+
+def main():
+    override(sys.argv[1:])
+    check_settings()
+    counts = Counter()
+    rows = {} if PROMPTS.startswith("none:") else read_prompts(PROMPTS, counts)
+    with closing(Output(counts)) as output:
+        result = answer(rows, output)
+    report(counts, *result)
 
 
 if __name__ == "__main__":
