@@ -11,6 +11,7 @@
 Shapes: S context tokens in a row, N anchors in a row, K slots in a block, D hidden size, L tapped target layers,
 V vocabulary, M slots that count. Batch is 1 everywhere: a row is packed.
 """
+import inspect
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -433,20 +434,40 @@ def accept_sampled(draft, draft_probs, target_probs, generator):
     return n, torch.multinomial(residual, 1, generator=generator)
 
 
-def make_target_cache(target):
-    """A cache that can forget rejected tokens: croppable attention layers; linear layers through their recorded past."""
-    from transformers import DynamicCache
-    cache = DynamicCache(config=target.config.get_text_config())
-    if hasattr(cache, "activate_past_recording"):
-        cache.activate_past_recording()
-    elif "linear_attention" in (getattr(target.config.get_text_config(), "layer_types", None) or ()):
-        raise RuntimeError("this transformers can't roll back linear-attention caches; 5.15 or newer can")
-    return cache
+class LiveTarget:
+    """A target in the middle of an answer: it takes new tokens and forgets the rejected ones of the last call."""
 
+    def __init__(self, target, layers, tap_ids):
+        from transformers import DynamicCache
+        text = target.config.get_text_config()
+        self.target, self.taps, self.cache = target, Taps(layers, tap_ids), DynamicCache(config=text)
+        if hasattr(self.cache, "activate_past_recording"):
+            self.cache.activate_past_recording()
+        elif "linear_attention" in (getattr(text, "layer_types", None) or ()):
+            raise RuntimeError("this transformers can't roll back linear-attention caches; 5.15 or newer can")
+        # transformers 5.24 calls it `cache`
+        known = inspect.signature(target.forward).parameters
+        self.keyword = "cache" if "cache" in known else "past_key_values"
 
-def recurrent_states(cache):
-    """[(state, copy of it)] of the linear layers; [] for a target that has none."""
-    return [(s, s.clone()) for layer in cache.layers for s in getattr(layer, "recurrent_states", {}).values() if s is not None]
+    def forward(self, ids):
+        """ids (1, T) -> logits (T, V), tapped hidden states (1, T, L*D)."""
+        linear = [s for layer in self.cache.layers for s in getattr(layer, "recurrent_states", {}).values()]
+        self.block, self.before = ids, [(s, s.clone()) for s in linear if s is not None]
+        logits = self.target(ids, **{self.keyword: self.cache}, use_cache=True).logits[0]
+        return logits, self.taps.collect()
+
+    def keep(self, n):
+        """Forget all but the first n tokens of the last forward. Linear layers' recurrent states can't be cropped: they
+        are put back to where they were, and the kept tokens go through again."""
+        rejected, before = self.block.shape[1] - n, self.before
+        if not before or not rejected:
+            self.cache.crop(-rejected)  # also at 0: transformers 5.17 shrinks sliding layers only here
+            return
+        self.cache.crop(-self.block.shape[1])
+        for state, kept in before:
+            state.copy_(kept)
+        self.forward(self.block[:, :n])
+        self.cache.crop(0)
 
 
 @torch.no_grad()
@@ -457,44 +478,33 @@ def speculative_generate(drafter, embed, head, target, layers, input_ids, max_ne
     Greedy (temperature 0) gives the target's own greedy answer; else the target's distribution is kept.
     target: whole causal LM; layers: its decoder layers; drafter, embed, head on the target's device.
     """
-    taps, cache, draft_cache = Taps(layers, drafter.config.target_layer_ids), make_target_cache(target), DraftCache()
+    live, draft_cache = LiveTarget(target, layers, drafter.config.target_layer_ids), DraftCache()
 
     def pick(logits):
         return logits.argmax(-1) if temperature == 0 else \
             torch.multinomial(_probabilities(logits, temperature), 1, generator=generator)[:, 0]
     try:
-        logits = target(input_ids, past_key_values=cache, use_cache=True).logits[0, -1:]
-        context, length, past = taps.collect(), input_ids.shape[1], 0
-        cache.crop(0)  # transformers 5.17: sliding layers that record shrink to their window only here
-        answer, produced = [int(pick(logits))], []
+        logits, context = live.forward(input_ids)
+        live.keep(input_ids.shape[1])
+        answer, produced, length, past = [int(pick(logits[-1:]))], [], input_ids.shape[1], 0
         while answer[-1] not in stop_ids and len(answer) < max_new_tokens:
             token = input_ids.new_tensor(answer[-1:])
             draft_logits = draft_block(drafter, embed, head, context, token, past, draft_cache)
             draft, past = pick(draft_logits), length
-            block, before = torch.cat([token, draft])[None], recurrent_states(cache)
-            out = target(block, past_key_values=cache, use_cache=True).logits[0]
+            logits, context = live.forward(torch.cat([token, draft])[None])
             if temperature == 0:
-                n, bonus = accept_greedy(draft, out)
+                n, bonus = accept_greedy(draft, logits)
             else:
                 n, bonus = accept_sampled(draft, _probabilities(draft_logits, temperature),
-                                          _probabilities(out, temperature), generator)
+                                          _probabilities(logits, temperature), generator)
             new = torch.cat([draft[:n], bonus]).tolist()[:max_new_tokens - len(answer)]
             stop = next((i + 1 for i, t in enumerate(new) if t in stop_ids), len(new))
-            answer, length = answer + new[:stop], length + stop
+            live.keep(stop)
+            answer, length, context = answer + new[:stop], length + stop, context[:, :stop]
             produced.append(stop)
-            context = taps.collect()[:, :stop]
-            if before and stop < block.shape[1]:  # crop() leaves recurrent states where the rejected tokens put them
-                cache.crop(-block.shape[1])
-                for state, kept in before:
-                    state.copy_(kept)
-                target(block[:, :stop], past_key_values=cache, use_cache=True)
-                taps.collect()
-                cache.crop(0)
-            else:
-                cache.crop(length - cache.get_seq_length())  # a negative number: forget that many
         return torch.tensor(answer), produced
     finally:
-        taps.remove()
+        live.taps.remove()
 
 
 # ------------------------------------------------------------------------------------------ the published files
