@@ -27,15 +27,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 TILE = 128  # edge of a BlockMask tile, flex_attention's default
 
-# ----------------------------------------------------------------------------------------------- the mask
-
+# ----------------------------------------------------------------------------------------- the mask
 
 def visible(q, kv, start, anchor, seq_len, block_size, window):
     """May query slot `q` (0..Q-1) see key `kv` (0..KV-1)? Index tensors of any broadcastable shapes -> bool.
 
-    start, anchor: (N,) row indices of the first token of the block's conversation and of the anchor. A padding
-    block has anchor <= start and sees itself only. Source: DFlash, arXiv 2602.06036; sliding layers as z-lab's
-    client, vLLM and SGLang run them: causal inside the block, window counted from the slot's own position.
+    start, anchor: (N,) row indices of the first token of the block's conversation and of the anchor. A
+    padding block has anchor <= start and sees itself only. Source: DFlash, arXiv 2602.06036; sliding layers
+    as z-lab's client, vLLM and SGLang run them: causal inside the block, window counted from the slot.
     """
     block, slot = q // block_size, q % block_size
     own_slot = (kv - seq_len) % block_size
@@ -56,53 +55,58 @@ def dense_mask(start, anchor, seq_len, block_size, window):
 
 
 def tile_states(start, anchor, seq_len, block_size, window):
-    """Per (query tile, key tile): 0 = no pair visible, 1 = some, 2 = all, so the mask function may be skipped.
+    """Per (query tile, key tile): 0 = no pair visible, 1 = some, 2 = all: the mask function may be skipped.
 
-    Only context tiles can be 2. Exact for 0 (tested against dense_mask); costs O(tiles * blocks per tile), not Q*KV.
+    Only context tiles can be 2. Exact for 0 (tested against dense_mask); costs O(tiles * blocks per tile).
     """
-    device, n_blocks = anchor.device, anchor.numel()
-    n_queries, reach = n_blocks * block_size, window if window is not None else seq_len + block_size
-    q0 = torch.arange(0, n_queries, TILE, device=device)[:, None]                       # (QT, 1) first slot
-    k0 = torch.arange(0, seq_len + n_queries, TILE, device=device)                      # (KT,) first key
-    q1, k1 = (q0 + TILE).clamp(max=n_queries), (k0 + TILE).clamp(max=seq_len + n_queries)
+    device, n_queries = anchor.device, anchor.numel() * block_size
+    n_keys, reach = seq_len + n_queries, window if window is not None else seq_len + block_size
+    q0 = torch.arange(0, n_queries, TILE, device=device)[:, None]  # (QT, 1) first query of each tile
+    k0 = torch.arange(0, n_keys, TILE, device=device)  # (KT,) first key
+    q1, k1 = (q0 + TILE).clamp(max=n_queries), (k0 + TILE).clamp(max=n_keys)
     per_tile = (TILE - 1) // block_size + 2  # blocks that a tile can touch; the last ones may repeat
-    block = (q0 // block_size + torch.arange(per_tile, device=device)).minimum((q1 - 1) // block_size)  # (QT, P)
-    low = (q0 - block * block_size).clamp(min=0)                                        # first slot in this tile
-    high = (q1 - block * block_size).clamp(max=block_size) - 1                          # last slot in this tile
-    a, s = anchor[block], start[block]
+    block = q0 // block_size + torch.arange(per_tile, device=device)
+    block = block.minimum((q1 - 1) // block_size)[..., None]  # (QT, P, 1)
+    a, s, first_slot = anchor[block], start[block], block * block_size
+    low = (q0[..., None] - first_slot).clamp(min=0)  # first and last slot of the block in this tile
+    high = (q1[..., None] - first_slot).clamp(max=block_size) - 1
 
-    def windowed(slot):  # first visible context key of that slot
+    def first_key(slot):  # of the context that the slot sees; its last is a - 1
         return s.maximum(a + slot - reach + 1)
-    first, t0, t1 = windowed(low)[..., None], k0, k1.clamp(max=seq_len)                 # (QT, P, KT) below
-    some = ((first.maximum(t0) < a[..., None].minimum(t1))).any(1)
-    full = ((windowed(high)[..., None] <= t0) & (a[..., None] >= k1)).all(1)
 
-    own0, own1 = (k0 - seq_len).clamp(min=0) - block[..., None] * block_size, k1 - seq_len - block[..., None] * block_size
-    own_low, own_high = own0.clamp(min=0), own1.clamp(max=block_size) - 1               # this block's slots in the key tile
+    some = (first_key(low).maximum(k0) < a.minimum(k1.clamp(max=seq_len))).any(1)  # (QT, P, KT) -> (QT, KT)
+    full = ((first_key(high) <= k0) & (a >= k1)).all(1)
+
+    own_low = ((k0 - seq_len).clamp(min=0) - first_slot).clamp(min=0)  # the block's slots in the key tile
+    own_high = (k1 - seq_len - first_slot).clamp(max=block_size) - 1
     own = own_low <= own_high
-    if window is not None:  # some q - k in 0..W-1; q - k takes every value of [low - own_high, high - own_low]
-        own = own & (high[..., None] >= own_low) & (low[..., None] - own_high < window)
+    if window is not None:  # some q - k in 0..W-1; q - k is all of low - own_high .. high - own_low
+        own = own & (high >= own_low) & (low - own_high < window)
     return torch.where(full, 2, (some | own.any(1)).int())
 
 
 def block_mask(start, anchor, seq_len, block_size, window):
-    """BlockMask of (Q, KV) from the anchors, without evaluating Q*KV pairs, without tracing, without a host sync."""
+    """BlockMask of (Q, KV) from the anchors: no Q*KV pairs evaluated, no tracing, no host sync."""
     state = tile_states(start, anchor, seq_len, block_size, window)
 
-    def listed(kind):  # dense (QT, KT) -> how many tiles of that kind, and their indices first
-        hit = (state == kind).int()
-        order = hit.argsort(dim=-1, descending=True, stable=True).int()
+    def listed(hit):  # dense (tiles, tiles) -> how many in each row, and their indices first
+        order = hit.int().argsort(dim=-1, descending=True, stable=True).int()
         return hit.sum(-1, dtype=torch.int32)[None, None], order[None, None]
 
     def mask_mod(b, h, q, kv):
         return visible(q, kv, start, anchor, seq_len, block_size, window)
+
     n_queries = anchor.numel() * block_size
-    return BlockMask.from_kv_blocks(*listed(1), *listed(2), BLOCK_SIZE=TILE, mask_mod=mask_mod,
-                                    seq_lengths=(n_queries, seq_len + n_queries))
+    mask = BlockMask.from_kv_blocks(*listed(state == 1), *listed(state == 2), BLOCK_SIZE=TILE, mask_mod=mask_mod,
+                                    seq_lengths=(n_queries, seq_len + n_queries), compute_q_blocks=False)
+    # the transposed lists that backward reads: torch 2.13's own way writes to fx's process-wide metadata
+    # without a lock, and two threads in it raise KeyError: 'custom'
+    mask.q_num_blocks, mask.q_indices = listed(state.T == 1)
+    mask.full_q_num_blocks, mask.full_q_indices = listed(state.T == 2)
+    return mask
 
 
-# ------------------------------------------------------------------------------------------ the attention call
-
+# ------------------------------------------------------------------------------- the attention call
 
 def attend_dense(q, k, v, mask):
     """q (1, Hq, Q, hd), k and v (1, Hkv, KV, hd), mask (Q, KV) bool -> (1, Hq, Q, hd)."""
@@ -110,20 +114,20 @@ def attend_dense(q, k, v, mask):
 
 
 def attend_flex(options=None):
-    """The same call for a BlockMask. Only ever runs inside a compiled function: outside, flex_attention
-    materialises Q*KV scores in silence and traces without a lock, which crashes the other threads
-    (pytorch#136196, and what dynamo does at its recompile limit). `options`: kernel_options of flex_attention."""
+    """The same call for a BlockMask; `options`: kernel_options of flex_attention. Raises outside a compiled
+    function: there flex_attention materialises Q*KV scores in silence and traces without a lock, which
+    crashes the other threads (pytorch#136196). That is also what dynamo does at its recompile limit."""
     def attend(q, k, v, mask):
-        if not torch.compiler.is_dynamo_compiling():  # constant True while dynamo traces; eager code gets False
-            raise RuntimeError(f"flex_attention ran uncompiled (dense) in thread {threading.current_thread().name}: "
-                               f"q {tuple(q.shape)}, k {tuple(k.shape)}, {q.device}; recompile_limit "
-                               f"{torch._dynamo.config.recompile_limit}")
+        if not torch.compiler.is_dynamo_compiling():  # constant True while dynamo traces; eager code: False
+            raise RuntimeError(f"flex_attention ran uncompiled (dense) in thread "
+                               f"{threading.current_thread().name}: q {tuple(q.shape)}, k {tuple(k.shape)}, "
+                               f"{q.device}; recompile_limit {torch._dynamo.config.recompile_limit}")
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
     return attend
 
 
 def small_kernel_options():
-    """Tiles that fit about 99 KB of shared memory a block (compute capability 8.6, 8.9, 12.0) at head_dim 128."""
+    """Tiles for about 99 KB of shared memory a block (compute capability 8.6, 8.9, 12.0), head_dim 128."""
     return {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_M1": 32, "BLOCK_N1": 32, "BLOCK_M2": 32, "BLOCK_N2": 32,
             "fwd_num_stages": 2, "bwd_num_stages": 1}
 
@@ -136,8 +140,7 @@ def make_attention(device, compiled):
     return attend_flex(small_kernel_options() if limit < 160 * 1024 else None), block_mask
 
 
-# ---------------------------------------------------------------------------------------- compile-safe threads
-
+# ----------------------------------------------------------------------------- compile-safe threads
 
 def worker_compile_settings(n_devices):
     """Call INSIDE each worker thread: from torch 2.12 on dynamo's configuration belongs to the thread.
@@ -145,9 +148,10 @@ def worker_compile_settings(n_devices):
     One entry per (device, layer type, train/eval, loss part) must fit; at the default of 8 flex_attention
     would turn dense, so reaching the limit is an error as well.
     """
-    torch._dynamo.config.recompile_limit = 16 * max(4, n_devices)
-    torch._dynamo.config.accumulated_recompile_limit = 64 * max(4, n_devices)
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = 16 * max(4, n_devices)
+    dynamo.accumulated_recompile_limit = 64 * max(4, n_devices)
+    dynamo.fail_on_recompile_limit_hit = True
     # pointwise values (norms, silu * up) are made again in backward: 2 GiB less at the 27B shape
     torch._functorch.config.activation_memory_budget = 0.9
 
@@ -183,7 +187,7 @@ class Gate:
 
     @contextmanager
     def work(self, kind, *signature):
-        """kind: 'train', 'eval' or 'target'; signature: whatever makes a new graph (device, shapes, dtypes)."""
+        """kind: 'train', 'eval' or 'target'; signature: what makes a new graph (device, shapes, dtypes)."""
         key = (threading.current_thread(), kind, torch.is_grad_enabled(), signature)
         alone = key not in self._seen
         self._names.add(key[0].name)
@@ -223,24 +227,28 @@ class Gate:
 
     def holder(self):
         """One line for the watchdog: who runs alone, for how long, who else is inside."""
-        writer = self._writer
-        alone = f"{writer[0]} alone for {time.monotonic() - writer[-1]:.0f} s in {writer[1:-1]}" if writer else "nobody alone"
+        alone, writer = "nobody alone", self._writer
+        if writer:
+            name, *key, since = writer
+            alone = f"{name} alone for {time.monotonic() - since:.0f} s in {tuple(key)}"
         return f"gate: {alone}, {self._readers} side by side, {self._writers_waiting} waiting to run alone"
 
     def forbid_compiles_outside(self):
-        """From now on a compile by a thread that doesn't run alone is an error (raised where the gate is left).
+        """A compile by a thread that doesn't run alone is an error from now on (raised on leaving the gate).
         Returns a function that ends this. The callback runs in the compiling thread, or in autograd's."""
         def on_start(args):
             me, writer = threading.current_thread().name, self._writer
             # autograd's device threads never enter the gate: they compile for whoever runs alone
             if writer is None or (me in self._names and me != writer[0]):
-                self.violations.append(f"compile {args.compile_id} started outside the gate in thread "
-                                       f"{threading.current_thread().name}; side by side: {self._readers}")
+                self.violations.append(f"compile {args.compile_id} started outside the gate in thread {me}; "
+                                       f"side by side: {self._readers}")
+
         handler = torch._dynamo.callback.callback_handler
         handler.register_start_callback(on_start)
         return lambda: handler.remove_start_callback(on_start)
 
 
+# ------------------------------------------------------------------------ threads that end together
 
 class UserError(Exception):
     """A setting or file that can't work: printed as one line, no traceback."""
@@ -251,7 +259,7 @@ class Stopped(Exception):
 
 
 class Crew:
-    """Worker threads that end together: the first failure is the run's, and every wait of the others ends with it."""
+    """Worker threads that end together: the first failure is the run's, and ends every wait of the others."""
 
     def __init__(self, n_meeting):
         self.stop, self.error, self.error_lock = threading.Event(), None, threading.Lock()
@@ -289,8 +297,8 @@ class Crew:
             if not self.stop.is_set():
                 self.fail(traceback.format_exc())
         except torch.OutOfMemoryError as e:
-            self.fail(f"out of device memory: {str(e).splitlines()[0]} Lower SEQ_LEN, NUM_ANCHORS, LOSS_CHUNK or QUEUE_DEPTH, "
-                      f"or give this role another device (TARGET_DEVICES, DRAFTER_DEVICES)")
+            self.fail(f"out of device memory: {str(e).splitlines()[0]} Lower SEQ_LEN, NUM_ANCHORS, LOSS_CHUNK "
+                      "or QUEUE_DEPTH, or give this role another device (TARGET_DEVICES, DRAFTER_DEVICES)")
         except UserError as e:
             self.fail(str(e))
         except BaseException:
@@ -305,7 +313,7 @@ class Crew:
         self.start_barrier.abort()
 
     def watchdog(self, stall_s, state):
-        """Nothing moved for stall_s seconds: all stacks, and state() (queue fills, the gate's holder), and out."""
+        """Nothing moved for stall_s seconds: state() (queue fills, the gate's holder), all stacks, and out."""
         while not self.stop.wait(min(1.0, stall_s / 4)):
             if time.monotonic() - self.moved > stall_s:
                 print(f"STALLED: nothing moved for {stall_s} s (STALL_S); {state()}", flush=True)
@@ -313,11 +321,10 @@ class Crew:
                 os._exit(1)
 
 
-# ---------------------------------------------------------------------------------------------- between devices
-
+# ---------------------------------------------------------------------------------- between devices
 
 def to_device(tensor, device):
-    """A small host tensor on `device`: pinned, so that the host doesn't wait for what the device is doing."""
+    """A small host tensor on `device`: pinned, so the host doesn't wait for what the device is doing."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -337,7 +344,8 @@ def check_pairs(pairs, copy=transfer, n=1 << 20):
     for source, destination in dict.fromkeys(pairs):
         if source == destination or "cpu" in (source.type, destination.type):
             continue
-        host = torch.randint(-2**31, 2**31 - 1, (n,), dtype=torch.int32, generator=torch.Generator().manual_seed(n))
+        generator = torch.Generator().manual_seed(n)
+        host = torch.randint(-2**31, 2**31 - 1, (n,), dtype=torch.int32, generator=generator)
         arrived = copy(host.to(source), destination)
         if not torch.equal(arrived.cpu(), host):
             bad.add((source, destination))
@@ -356,7 +364,7 @@ class HandOff:
         return self.streams[device]
 
     def send(self, hidden, device, make_rest):
-        """-> (hidden on device, make_rest() made on the same stream, event after which both may be read or None)."""
+        """-> hidden on device, make_rest() of the same stream, event after which both may be read (or None)."""
         if device.type != "cuda":
             return hidden.to(device), make_rest(), None
         mine = self.stream(device)
@@ -364,7 +372,7 @@ class HandOff:
             with torch.cuda.stream(mine):
                 return hidden.to(device), make_rest(), mine.record_event()
         theirs, done = self.stream(self.source), torch.cuda.current_stream(self.source).record_event()
-        with torch.cuda.stream(theirs), torch.cuda.stream(mine):  # a copy between devices uses both current streams
+        with torch.cuda.stream(theirs), torch.cuda.stream(mine):  # a copy uses both devices' current streams
             theirs.wait_event(done)
             mine.wait_event(done)
             moved = transfer(hidden, device, self.bad_pairs)

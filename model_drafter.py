@@ -1,15 +1,14 @@
-"""The DFlash drafter: model, anchors' slots, loss, acceptance, speculative decoding, published file format.
+"""The DFlash drafter: model, slots, loss, acceptance, speculative decoding, published file format.
 
-    Drafter(config, attend)          hidden states of the target + blocks [anchor, mask, mask, ...] -> block hiddens
-    Slots / slots_of()               which slots count, their labels and weights' support
-    chunked_ce()                     cross-entropy through the frozen head, a chunk of rows at a time
-    row_loss()                       forward of one row: what training, evaluation and the benchmark call
+    Drafter(config, attend)          target's hidden states + blocks [anchor, mask, ...] -> block hiddens
+    slots_of() -> Slots              which slots count, and their labels
+    row_loss()                       mask, forward, chunked_ce() and weights of one row
     walk()                           acceptance as a server counts it
     speculative_generate()           decoding with a live target, lossless
-    save_drafter() / load_drafter()  config.json + model.safetensors as z-lab's client, vLLM and SGLang read them
+    save_drafter() / load_drafter()  the files that z-lab's client, vLLM and SGLang read
 
-Shapes: S context tokens in a row, N anchors in a row, K slots in a block, D hidden size, L tapped target layers,
-V vocabulary, M slots that count. Batch is 1 everywhere: a row is packed.
+Shapes: S context tokens in a row, N anchors in a row, K slots in a block, D hidden size, L tapped target
+layers, V vocabulary, M slots that count. Batch is 1 everywhere: a row is packed.
 """
 import inspect
 import json
@@ -25,12 +24,11 @@ from torch.utils.checkpoint import checkpoint
 
 from flex_utils import dense_mask, to_device
 
-# ------------------------------------------------------------------------------------------------- the model
-
+# ---------------------------------------------------------------------------------------- the model
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Sizes of a drafter and what it was made for. Everything config.json says."""
+    """Sizes of a drafter and what it was made for: everything config.json says."""
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -67,13 +65,14 @@ class RMSNorm(nn.Module):
 
     def forward(self, x):
         x32 = x.float()
-        return self.weight * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (x32 * scale).to(x.dtype)
 
 
 def rope_table(positions, head_dim, theta, dtype):
-    """positions (T,) -> cos, sin (T, head_dim). fp32 inside; no buffer, so no `.to(bfloat16)` can round it."""
-    inv_freq = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
-    angles = positions.float()[:, None] * inv_freq
+    """positions (T,) -> cos, sin (T, head_dim). fp32, and no buffer that `.to(bfloat16)` could round."""
+    even = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
+    angles = positions.float()[:, None] * theta ** (-even / head_dim)
     angles = torch.cat([angles, angles], -1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -95,7 +94,7 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps), RMSNorm(c.head_dim, c.rms_norm_eps)
 
     def heads(self, x):
-        return x.unflatten(-1, (-1, self.head_dim))                     # (1, T, H, hd)
+        return x.unflatten(-1, (-1, self.head_dim))  # (1, T, H, hd)
 
     def key_value(self, x, rope):
         """x (1, T, D) -> k, v (1, Hkv, T, hd). One k_norm and RoPE for context and block alike."""
@@ -136,7 +135,7 @@ class DrafterLayer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """DFlash block-diffusion drafter (arXiv 2602.06036; z-lab/dflash). No embedding and no head: the target's are used.
+    """DFlash block-diffusion drafter (arXiv 2602.06036; z-lab/dflash), with the target's embedding and head.
 
     attend(q, k, v, mask) is the attention call; masks hold whatever it takes, one per layer type.
     """
@@ -144,25 +143,25 @@ class Drafter(nn.Module):
     def __init__(self, config, attend):
         super().__init__()
         self.config, self.attend = config, attend
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(len(config.target_layer_ids) * size, size, bias=False)
+        self.hidden_norm = RMSNorm(size, eps)
         self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(size, eps)
 
+    @torch.no_grad()
     def init_weights(self, seed):
-        """Normal(0, initializer_range) from its own generator; norms stay at 1."""
+        """Normal(0, initializer_range), drawn in fp32 from its own generator; norms stay at 1."""
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 w = torch.empty(module.weight.shape, dtype=torch.float32)
-                w.normal_(0.0, self.config.initializer_range, generator=generator)
-                with torch.no_grad():
-                    module.weight.copy_(w)
+                module.weight.copy_(w.normal_(0.0, self.config.initializer_range, generator=generator))
 
     def forward(self, target_hidden, block_embeds, context_pos, block_pos, masks, past=None):
-        """target_hidden (1, S, L*D), block_embeds (1, N*K, D), context_pos (S,), block_pos (N*K,) -> (1, N*K, D)."""
+        """target_hidden (1, S, L*D), block_embeds (1, N*K, D), positions (S,), (N*K,) -> (1, N*K, D)."""
         c = self.config
-        context = self.hidden_norm(self.fc(target_hidden))              # (1, S, D)
+        context = self.hidden_norm(self.fc(target_hidden))  # (1, S, D)
         rope = rope_table(block_pos, c.head_dim, c.rope_theta, context.dtype)
         context_rope = rope_table(context_pos, c.head_dim, c.rope_theta, context.dtype)
         x = block_embeds
@@ -171,8 +170,7 @@ class Drafter(nn.Module):
         return self.norm(x)
 
 
-# ------------------------------------------------------------------------------------------------------ slots
-
+# -------------------------------------------------------------------------------------------- slots
 
 class Slots(NamedTuple):
     """One row's blocks on a drafter's device. Padding blocks: anchor 0, start 0, counted 0."""
@@ -185,15 +183,16 @@ class Slots(NamedTuple):
 
 
 def slots_of(ids, pos, start, anchors, run_length, n_anchors, block_size, chunk, device):
-    """Host numpy arrays of a row, its sorted anchors -> Slots of fixed N on `device` (design of slots: DFlash 3.2).
+    """Host numpy arrays of a row, its sorted anchors -> Slots of fixed N on `device` (DFlash 3.2).
 
-    run_length (S,): supervised tokens that follow in the same turn. M is rounded up to whole chunks, at least one.
+    run_length (S,): supervised tokens that follow in the same turn. M is rounded up to whole chunks, at
+    least one.
     """
     anchors = torch.as_tensor(anchors, dtype=torch.int64)
     pad = (0, n_anchors - anchors.numel())
     counted = torch.as_tensor(run_length)[anchors].clamp(max=block_size - 1)
     slot = torch.arange(block_size)
-    counts = (slot >= 1) & (slot <= counted[:, None])                   # (N', K)
+    counts = (slot >= 1) & (slot <= counted[:, None])  # (anchors, K)
     index = (torch.arange(anchors.numel())[:, None] * block_size + slot)[counts]
     index = F.pad(index, (0, -index.numel() % chunk if index.numel() else chunk))
     host = (torch.as_tensor(ids), torch.as_tensor(pos), F.pad(anchors, pad),
@@ -209,32 +208,32 @@ def default_gamma(block_size):
 def slot_weights(ce, counts, kind, gamma, alpha=0.5):
     """Detached weights (N, K) of the per-slot loss. ce (N, K) with anything where a slot does not count.
 
-    "decay": exp(-(k-1)/gamma). "dpace": sum over m >= j of C_m, C_j = prod over i <= j of q'_i, q' = (1-alpha)q + alpha,
-    q = exp(-ce): the expected number of tokens a slot's success still unlocks.
+    "decay": exp(-(k-1)/gamma). "dpace": the expected number of tokens a slot's success still unlocks, sum
+    over m >= j of C_m, with C_j = product over i <= j of (1-alpha)q_i + alpha and q = exp(-ce).
     """
     if kind == "decay":
         k = torch.arange(ce.shape[1], device=ce.device, dtype=torch.float32)
         return torch.exp(-(k - 1) / gamma) * counts
     q = torch.where(counts, (1 - alpha) * torch.exp(-ce.detach().float()) + alpha, 1.0)
-    reach = q.cumprod(1) * counts                                       # C_j, 0 where a slot doesn't count
+    reach = q.cumprod(1) * counts  # C_j, 0 where a slot doesn't count
     return reach.flip(1).cumsum(1).flip(1) * counts
 
 
-# ------------------------------------------------------------------------------------------------------- loss
+# --------------------------------------------------------------------------------------------- loss
+
+def _cap(logits, softcap):
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 class Head(nn.Module):
-    """The target's frozen output layer, with its soft cap if it has one. hidden (M, D) -> logits (M, V)."""
+    """The target's frozen output layer, with its soft cap if any. hidden (M, D) -> logits (M, V)."""
 
     def __init__(self, linear, softcap=None):
         super().__init__()
         self.linear, self.softcap = linear, softcap
 
-    def cap(self, logits):
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
-
     def forward(self, hidden):
-        return self.cap(self.linear(hidden))
+        return _cap(self.linear(hidden), self.softcap)
 
 
 def _ce_of_chunk(hidden, head, labels):
@@ -243,12 +242,14 @@ def _ce_of_chunk(hidden, head, labels):
 
 
 def _ce_and_grad(logits, labels, softcap):
-    """raw logits (M, V) -> ce (M,), argmax == label (M,), d ce / d raw logits (M, V): three reads of the logits once fused."""
-    z = logits.float()
-    capped = z if softcap is None else torch.tanh(z / softcap) * softcap
+    """raw logits (M, V) -> ce (M,), argmax == label (M,), d ce / d raw logits (M, V).
+
+    Written so that the compiler reads the logits three times only.
+    """
+    capped = _cap(logits.float(), softcap)
     lse = capped.logsumexp(-1)
     ce = lse - capped.gather(-1, labels[:, None])[:, 0]
-    one_hot = torch.arange(z.shape[1], device=z.device) == labels[:, None]
+    one_hot = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
     grad = torch.exp(capped - lse[:, None]) - one_hot.float()
     if softcap is not None:
         grad = grad * (1 - (capped / softcap).square())
@@ -259,16 +260,18 @@ _ce_and_grad_compiled = torch.compile(_ce_and_grad, dynamic=False)
 
 
 class _FusedCE(torch.autograd.Function):
-    """Cross-entropy whose hidden gradient is made in the forward pass: the head is frozen, so nothing else of it is
-    needed, and no logits are kept or recomputed. Per-row weights come later, as the incoming gradient (M,)."""
+    """Cross-entropy whose hidden gradient is made in forward: the head is frozen, so no logits are kept or
+    recomputed. Per-row weights come later, as the incoming gradient (M,)."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, softcap, labels, chunk, compiled):
-        ce, correct, grad = labels.new_empty(labels.shape, dtype=torch.float32), labels.bool(), torch.empty_like(hidden)
+        ce, correct = labels.new_empty(labels.shape, dtype=torch.float32), labels.bool()
+        grad = torch.empty_like(hidden)
         ce_and_grad = _ce_and_grad_compiled if compiled else _ce_and_grad
         for i in range(0, labels.numel(), chunk):
             rows = slice(i, i + chunk)
-            ce[rows], correct[rows], dlogits = ce_and_grad(F.linear(hidden[rows], weight, bias), labels[rows], softcap)
+            logits = F.linear(hidden[rows], weight, bias)
+            ce[rows], correct[rows], dlogits = ce_and_grad(logits, labels[rows], softcap)
             torch.mm(dlogits, weight, out=grad[rows])
         ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(correct)
@@ -281,24 +284,25 @@ class _FusedCE(torch.autograd.Function):
 
 
 def chunked_ce(hidden, head, labels, chunk, form="checkpoint", compiled=False):
-    """hidden (M, D), labels (M,), M a multiple of chunk -> ce (M,) fp32 with gradient, argmax == label (M,) bool.
+    """hidden (M, D), labels (M,), M a multiple of chunk -> ce (M,) fp32 with gradient, argmax == label (M,).
 
-    "checkpoint" is the readable reference: each chunk's logits are made again in backward. "fused" makes the hidden
-    gradient in forward. Memory is that of one chunk's logits either way, whatever M is.
+    "checkpoint" is the readable reference: each chunk's logits are made again in backward. "fused" makes the
+    hidden gradient in forward. Either way no more than one chunk's logits are in memory.
     """
     if form == "fused" and torch.is_grad_enabled() and hidden.requires_grad:
-        return _FusedCE.apply(hidden, head.linear.weight, head.linear.bias, head.softcap, labels, chunk, compiled)
+        weight, bias = head.linear.weight, head.linear.bias
+        return _FusedCE.apply(hidden, weight, bias, head.softcap, labels, chunk, compiled)
     parts = [checkpoint(_ce_of_chunk, h, head, y, use_reentrant=False, preserve_rng_state=False)
              for h, y in zip(hidden.split(chunk), labels.split(chunk))]
     return tuple(torch.cat(p) for p in zip(*parts))
 
 
 class RowResult(NamedTuple):
-    loss: torch.Tensor      # () sum of w*ce over the row, with gradient; divided by the whole step's denominator later
+    loss: torch.Tensor         # () sum of w*ce, with gradient; the step divides by its summed denominators
     denominator: torch.Tensor  # () sum of w ("decay") or number of valid blocks ("dpace")
-    ce: torch.Tensor        # (N, K) detached, 0 where a slot doesn't count
-    matches: torch.Tensor   # (N,) leading slots 1.. whose argmax equals the label
-    correct: torch.Tensor   # (N, K) bool
+    ce: torch.Tensor           # (N, K) detached, 0 where a slot doesn't count
+    matches: torch.Tensor      # (N,) leading slots 1.. whose argmax equals the label
+    correct: torch.Tensor      # (N, K) bool
 
 
 class LossSpec(NamedTuple):
@@ -310,40 +314,50 @@ class LossSpec(NamedTuple):
     compiled: bool
 
 
+def _masks(c, make_mask, start, anchor, seq_len):
+    """One mask per layer type of config c."""
+    windows = {kind: c.window(i) for i, kind in enumerate(c.layer_types)}
+    return {kind: make_mask(start, anchor, seq_len, c.block_size, w) for kind, w in windows.items()}
+
+
 def row_loss(drafter, embed, head, target_hidden, slots, make_mask, spec):
-    """Mask, forward and loss of one row. target_hidden (1, S, L*D); embed, head: the target's own, frozen -> RowResult."""
+    """Mask, forward and loss of one row -> RowResult.
+
+    target_hidden (1, S, L*D); embed, head: the target's own, frozen.
+    """
     c = drafter.config
     seq_len, n, k = slots.ids.numel(), slots.anchor.numel(), c.block_size
     slot = torch.arange(k, device=slots.ids.device)
-    at = slots.anchor[:, None] + slot                                   # (N, K) row index of each slot's token
-    masks = {kind: make_mask(slots.start, slots.anchor, seq_len, k, c.window(c.layer_types.index(kind)))
-             for kind in dict.fromkeys(c.layer_types)}
+    masks = _masks(c, make_mask, slots.start, slots.anchor, seq_len)
     inputs = torch.where(slot == 0, slots.ids[slots.anchor][:, None], c.mask_token_id)
     # asking for a gradient nobody reads gives the first layer the graph of the others
     embeds = embed(inputs.view(1, -1)).requires_grad_(torch.is_grad_enabled())
-    hidden = drafter(target_hidden, embeds, slots.pos,
-                     (slots.pos[slots.anchor][:, None] + slot).flatten(), masks)[0]  # (N*K, D)
+    block_pos = (slots.pos[slots.anchor][:, None] + slot).flatten()
+    hidden = drafter(target_hidden, embeds, slots.pos, block_pos, masks)[0]  # (N*K, D)
+    at = slots.anchor[:, None] + slot  # (N, K) row index of each slot's token
     labels = slots.ids[at.clamp(max=seq_len - 1)].flatten()[slots.index]
-    ce_rows, right_rows = chunked_ce(hidden.index_select(0, slots.index), head, labels, spec.chunk, spec.form, spec.compiled)
-    counts = (slot >= 1) & (slot <= slots.counted[:, None])             # (N, K)
+    ce_rows, right_rows = chunked_ce(hidden.index_select(0, slots.index), head, labels, spec.chunk, spec.form,
+                                     spec.compiled)
+    counts = (slot >= 1) & (slot <= slots.counted[:, None])  # (N, K)
 
     def grid(rows):  # (M,) -> (N, K); the padding of `index` lands on slot 0 of block 0, which never counts
         return rows.new_zeros(n * k).index_put((slots.index,), rows).view(n, k)
+
     ce = torch.where(counts, grid(ce_rows), 0.0)
     correct = grid(right_rows) & counts
     weights = slot_weights(ce, counts, spec.kind, spec.gamma)
     denominator = weights.sum() if spec.kind == "decay" else counts.any(1).sum().float()
-    return RowResult((weights * ce).sum(), denominator, ce.detach(), correct[:, 1:].cumprod(1).sum(1), correct)
+    matches = correct[:, 1:].cumprod(1).sum(1)
+    return RowResult((weights * ce).sum(), denominator, ce.detach(), matches, correct)
 
 
-# ------------------------------------------------------------------------------------------------- acceptance
-
+# --------------------------------------------------------------------------------------- acceptance
 
 def walk(matches, n_tokens):
-    """Passes of a speculative decoder over an answer of n_tokens (end-of-turn included), as z-lab's client counts.
+    """Tokens that each pass of a speculative decoder produces, as z-lab's client counts; tau is their mean.
 
-    matches[p]: slots accepted when the anchor is answer token p. -> tokens produced by each pass (the first answer
-    token comes from the prefill). Their mean over a whole set is tau.
+    matches[p]: slots accepted when the anchor is answer token p. The answer has n_tokens, end-of-turn
+    included; its first comes from the prefill.
     """
     produced, p = [], 0
     while p < n_tokens - 1:
@@ -360,21 +374,20 @@ class DraftCache:
 
     def append(self, module, k, v):
         if module in self.kept:
-            k, v = torch.cat([self.kept[module][0], k], 2), torch.cat([self.kept[module][1], v], 2)
+            k, v = (torch.cat(pair, 2) for pair in zip(self.kept[module], (k, v)))
         self.kept[module] = (k, v)
         return k, v
 
 
 class Taps:
-    """Outputs of chosen decoder layers, caught by one hook each. Install on a model that one thread uses alone.
+    """Outputs of chosen decoder layers, one hook each. Install on a model that one thread uses alone.
 
-    `output_hidden_states=[ids]` means a different layer in transformers 5.15, 5.17 and 5.24; a hook means one.
+    `output_hidden_states=[ids]` means other layers in transformers 5.15, 5.17 and 5.24; a hook doesn't.
     """
 
     def __init__(self, layers, ids):
-        self.caught = {}
+        self.ids, self.caught = ids, {}
         self.handles = [layers[i].register_forward_hook(self._hook(i)) for i in ids]
-        self.ids = ids
 
     def _hook(self, i):
         def hook(module, args, output):
@@ -390,21 +403,18 @@ class Taps:
             handle.remove()
 
 
-def decode_mask(config, past, new, k, device):
-    """Masks of one block after `past` context tokens plus `new` ones just accepted, from the one definition."""
-    total = past + new
-    anchor, start = torch.tensor([total], device=device), torch.tensor([0], device=device)
-    return {kind: dense_mask(start, anchor, total, k, config.window(config.layer_types.index(kind)))
-            for kind in dict.fromkeys(config.layer_types)}
-
-
 def draft_block(drafter, embed, head, target_hidden, token, past, cache):
-    """Logits (K-1, V) for the tokens after `token` ((1,), at position past + new); target_hidden (1, new, L*D)."""
-    c, new, device = drafter.config, target_hidden.shape[1], target_hidden.device
-    k = c.block_size
-    inputs = torch.cat([token, token.new_full((k - 1,), c.mask_token_id)])[None]
-    hidden = drafter(target_hidden, embed(inputs), past + torch.arange(new, device=device),
-                     past + new + torch.arange(k, device=device), decode_mask(c, past, new, k, device), cache)
+    """Logits (K-1, V) for the tokens after `token` (1,), which stands at position past + new.
+
+    target_hidden (1, new, L*D): of the tokens just accepted, after the `past` ones that cache holds.
+    """
+    c, device = drafter.config, target_hidden.device
+    total = past + target_hidden.shape[1]
+    inputs = torch.cat([token, token.new_full((c.block_size - 1,), c.mask_token_id)])[None]
+    start, anchor = (torch.tensor([i], device=device) for i in (0, total))
+    hidden = drafter(target_hidden, embed(inputs), torch.arange(past, total, device=device),
+                     torch.arange(total, total + c.block_size, device=device),
+                     _masks(c, dense_mask, start, anchor, total), cache)
     return head(hidden[0, 1:])
 
 
@@ -420,22 +430,24 @@ def accept_greedy(draft, target_logits):
 
 
 def accept_sampled(draft, draft_probs, target_probs, generator):
-    """Rejection sampling (Leviathan et al. 2023): the accepted tokens plus the next one follow target_probs exactly.
+    """Rejection sampling (Leviathan et al. 2023): accepted tokens and the next follow target_probs exactly.
 
-    draft (J,), draft_probs (J, V) it was drawn from, target_probs (J+1, V) -> (number accepted, next token (1,)).
+    draft (J,), draft_probs (J, V) it was drawn from, target_probs (J+1, V) -> as accept_greedy.
     """
     rows = torch.arange(draft.numel(), device=draft.device)
     ratio = target_probs[rows, draft] / draft_probs[rows, draft]
     uniform = torch.rand(draft.shape, generator=generator, device=draft.device)
     n = int((uniform < ratio).int().cumprod(0).sum())
-    residual = target_probs[n] if n == draft.numel() else (target_probs[n] - draft_probs[n]).clamp(min=0)
+    residual = target_probs[n]
+    if n < draft.numel():
+        residual = (residual - draft_probs[n]).clamp(min=0)
     if residual.sum() <= 0:  # p == q up to rounding: any draw from p is right
         residual = target_probs[n]
     return n, torch.multinomial(residual, 1, generator=generator)
 
 
 class LiveTarget:
-    """A target in the middle of an answer: it takes new tokens and forgets the rejected ones of the last call."""
+    """A target in the middle of an answer: takes new tokens, forgets the rejected ones of the last call."""
 
     def __init__(self, target, layers, tap_ids):
         from transformers import DynamicCache
@@ -445,26 +457,25 @@ class LiveTarget:
             self.cache.activate_past_recording()
         elif "linear_attention" in (getattr(text, "layer_types", None) or ()):
             raise RuntimeError("this transformers can't roll back linear-attention caches; 5.15 or newer can")
-        # transformers 5.24 calls it `cache`
         known = inspect.signature(target.forward).parameters
-        self.keyword = "cache" if "cache" in known else "past_key_values"
+        self.keyword = "cache" if "cache" in known else "past_key_values"  # renamed in transformers 5.24
 
     def forward(self, ids):
         """ids (1, T) -> logits (T, V), tapped hidden states (1, T, L*D)."""
-        linear = [s for layer in self.cache.layers for s in getattr(layer, "recurrent_states", {}).values()]
-        self.block, self.before = ids, [(s, s.clone()) for s in linear if s is not None]
+        states = [s for layer in self.cache.layers for s in getattr(layer, "recurrent_states", {}).values()]
+        self.block, self.before = ids, [(s, s.clone()) for s in states if s is not None]
         logits = self.target(ids, **{self.keyword: self.cache}, use_cache=True).logits[0]
         return logits, self.taps.collect()
 
     def keep(self, n):
-        """Forget all but the first n tokens of the last forward. Linear layers' recurrent states can't be cropped: they
-        are put back to where they were, and the kept tokens go through again."""
-        rejected, before = self.block.shape[1] - n, self.before
-        if not before or not rejected:
+        """Forget all but the first n tokens of the last forward. Recurrent states can't be cropped: they are
+        put back to where they were, and the kept tokens go through again."""
+        rejected = self.block.shape[1] - n
+        if not self.before or not rejected:
             self.cache.crop(-rejected)  # also at 0: transformers 5.17 shrinks sliding layers only here
             return
         self.cache.crop(-self.block.shape[1])
-        for state, kept in before:
+        for state, kept in self.before:
             state.copy_(kept)
         self.forward(self.block[:, :n])
         self.cache.crop(0)
@@ -473,7 +484,7 @@ class LiveTarget:
 @torch.no_grad()
 def speculative_generate(drafter, embed, head, target, layers, input_ids, max_new_tokens, stop_ids,
                          temperature=0.0, generator=None):
-    """Decode one prompt with target and drafter. input_ids (1, T) -> (answer ids (n,), tokens produced per pass).
+    """Decode one prompt, input_ids (1, T) -> answer ids (n,), tokens produced per pass.
 
     Greedy (temperature 0) gives the target's own greedy answer; else the target's distribution is kept.
     target: whole causal LM; layers: its decoder layers; drafter, embed, head on the target's device.
@@ -481,8 +492,10 @@ def speculative_generate(drafter, embed, head, target, layers, input_ids, max_ne
     live, draft_cache = LiveTarget(target, layers, drafter.config.target_layer_ids), DraftCache()
 
     def pick(logits):
-        return logits.argmax(-1) if temperature == 0 else \
-            torch.multinomial(_probabilities(logits, temperature), 1, generator=generator)[:, 0]
+        if temperature == 0:
+            return logits.argmax(-1)
+        return torch.multinomial(_probabilities(logits, temperature), 1, generator=generator)[:, 0]
+
     try:
         logits, context = live.forward(input_ids)
         live.keep(input_ids.shape[1])
@@ -507,28 +520,32 @@ def speculative_generate(drafter, embed, head, target, layers, input_ids, max_ne
         live.taps.remove()
 
 
-# ------------------------------------------------------------------------------------------ the published files
-
+# ------------------------------------------------------------------------------ the published files
 
 def config_json(c):
-    """DrafterConfig -> the dict that z-lab's client, vLLM, SGLang and speculators read. Never partial_rotary_factor or
-    mrope keys of the target, and no is_causal key: engines then take sliding = causal, full = bidirectional."""
+    """DrafterConfig -> the dict that z-lab's client, vLLM, SGLang and speculators read.
+
+    Never the target's partial_rotary_factor or mrope keys, and no is_causal key: engines then take
+    sliding = causal, full = bidirectional.
+    """
     sliding = "sliding_attention" in c.layer_types
-    extra = {k: getattr(c, k) for k, neutral in (("input_embedding_scale", 1.0), ("final_logit_softcapping", None))
-             if getattr(c, k) != neutral}
+    neutral = {"input_embedding_scale": 1.0, "final_logit_softcapping": None}
+    special = {k: getattr(c, k) for k in neutral if getattr(c, k) != neutral[k]}
     return {
         "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": c.block_size,
         "dflash_config": {"mask_token_id": c.mask_token_id, "target_layer_ids": list(c.target_layer_ids),
-                          "block_size": c.block_size, **extra},
+                          "block_size": c.block_size, **special},
         "num_target_layers": c.num_target_layers, "layer_types": list(c.layer_types),
         "sliding_window": c.sliding_window if sliding else None, "use_sliding_window": sliding,
-        "max_window_layers": c.num_layers, "hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": c.num_layers, "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim, "hidden_act": "silu", "rms_norm_eps": c.rms_norm_eps, "attention_bias": False,
+        "max_window_layers": c.num_layers, "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size, "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads, "head_dim": c.head_dim,
+        "hidden_act": "silu", "rms_norm_eps": c.rms_norm_eps, "attention_bias": False,
         "attention_dropout": 0.0, "initializer_range": c.initializer_range,
-        "max_position_embeddings": c.max_position_embeddings, "tie_word_embeddings": False, "vocab_size": c.vocab_size,
-        "dtype": "bfloat16", "torch_dtype": "bfloat16", "bos_token_id": c.bos_token_id, "eos_token_id": c.eos_token_id,
-        "pad_token_id": c.pad_token_id, "rope_theta": c.rope_theta, "rope_scaling": None,
+        "max_position_embeddings": c.max_position_embeddings, "tie_word_embeddings": False,
+        "vocab_size": c.vocab_size, "dtype": "bfloat16", "torch_dtype": "bfloat16",
+        "bos_token_id": c.bos_token_id, "eos_token_id": c.eos_token_id, "pad_token_id": c.pad_token_id,
+        "rope_theta": c.rope_theta, "rope_scaling": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
     }
 
@@ -539,23 +556,24 @@ def config_from_json(j):
     try:
         layers, rope = d["num_hidden_layers"], d.get("rope_parameters") or {}
         return DrafterConfig(
-            d["hidden_size"], d["intermediate_size"], layers, d["num_attention_heads"], d["num_key_value_heads"],
-            d.get("head_dim") or d["hidden_size"] // d["num_attention_heads"], d["vocab_size"], d["block_size"],
-            d["mask_token_id"], tuple(d["target_layer_ids"]), d["num_target_layers"],
-            tuple(d.get("layer_types") or ["full_attention"] * layers), d.get("sliding_window"),
-            float(d.get("rope_theta") or rope["rope_theta"]), d["rms_norm_eps"], d.get("initializer_range", 0.02),
-            d["max_position_embeddings"], d.get("bos_token_id"), d.get("eos_token_id"), d.get("pad_token_id"),
-            float(d.get("input_embedding_scale", 1.0)), d.get("final_logit_softcapping"))
+            d["hidden_size"], d["intermediate_size"], layers, d["num_attention_heads"],
+            d["num_key_value_heads"], d.get("head_dim") or d["hidden_size"] // d["num_attention_heads"],
+            d["vocab_size"], d["block_size"], d["mask_token_id"], tuple(d["target_layer_ids"]),
+            d["num_target_layers"], tuple(d.get("layer_types") or ["full_attention"] * layers),
+            d.get("sliding_window"), float(d.get("rope_theta") or rope["rope_theta"]), d["rms_norm_eps"],
+            d.get("initializer_range", 0.02), d["max_position_embeddings"], d.get("bos_token_id"),
+            d.get("eos_token_id"), d.get("pad_token_id"), float(d.get("input_embedding_scale", 1.0)),
+            d.get("final_logit_softcapping"))
     except KeyError as e:
         raise ValueError(f"config.json of the drafter lacks {e}") from None
 
 
 def save_drafter(directory, config, state):
-    """config.json + model.safetensors (bf16, published tensor names, no prefix) into an existing directory."""
+    """config.json + model.safetensors (bf16, published tensor names) into an existing directory."""
     directory = Path(directory)
     (directory / "config.json").write_text(json.dumps(config_json(config), indent=2) + "\n")
-    save_file({name: t.to(torch.bfloat16).contiguous() for name, t in state.items()}, directory / "model.safetensors",
-              metadata={"format": "pt"})
+    tensors = {name: t.to(torch.bfloat16).contiguous() for name, t in state.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def load_drafter(directory):

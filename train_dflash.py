@@ -1,8 +1,8 @@
 """Train a DFlash block-diffusion drafter for a causal LM: one process, threads, plain PyTorch.
 
-    bash run.sh                                   the job below on its GPUs, or the small demo where they are missing
+    bash run.sh                                   the job below on its GPUs, or the demo without them
     python train_dflash.py NAME=VALUE ...         train with constants overridden
-    python train_dflash.py inspect|eval|generate  look at the data, measure a checkpoint, decode one prompt
+    python train_dflash.py inspect|eval|generate  look at the data, measure a checkpoint, decode a prompt
 
 The data path, in order (each name is a function below):
 
@@ -12,21 +12,23 @@ The data path, in order (each name is a function below):
                  --HandOff.send--------->  queue[target][drafter], bounded; row i -> drafter i mod D
     drafter_worker  x len(DRAFTER_DEVICES) micro_step: mask, forward, loss, backward of one row
                  --average-------------->  sum of gradients over drafters and of the loss denominator
-                 --Replica.update------->  clip, AdamW on fp32 masters, skip of a bad update decided on the device
+                 --Replica.update------->  clip, AdamW on fp32 masters; a bad update is skipped on the device
                  --evaluate / save------>  tau on held-out text; checkpoints that are servable as they are
 
-Words: a ROW is SEQ_LEN packed context tokens with NUM_ANCHORS anchors; a MICRO-STEP is forward and backward of one row;
-a STEP is one optimiser step over ROWS_PER_STEP rows, whichever drafters had them.
+Words: a ROW is SEQ_LEN packed context tokens with NUM_ANCHORS anchors; a MICRO-STEP is forward and backward
+of one row; a STEP is one optimiser step over ROWS_PER_STEP rows, whichever drafters had them.
 Shapes: S = SEQ_LEN, N = NUM_ANCHORS, K = BLOCK_SIZE, D hidden size, L tapped layers, R = ROWS_PER_STEP.
 """
 import ast
 import copy
 import fcntl
 import hashlib
+import itertools
 import json
 import math
 import os
 import queue
+import resource
 import shutil
 import signal
 import subprocess
@@ -54,25 +56,25 @@ import model_drafter as md
 from flex_utils import UserError
 from tools.conversations import Settings, build_conversations, render
 
-# ------------------------------------------------------------------------- constants: they ARE the 8-GPU job
+# ------------------------------------------------------------------ constants: they ARE the 8-GPU job
 # target and devices
 TARGET: str = "Qwen/Qwen3.6-27B"                      # a transformers causal LM: hub id or directory
 TARGET_DEVICES: list[str] = [f"cuda:{i}" for i in range(5)]      # one frozen replica and thread each
-DRAFTER_DEVICES: list[str] = [f"cuda:{i}" for i in range(5, 8)]  # one drafter replica and thread each; may repeat
+DRAFTER_DEVICES: list[str] = [f"cuda:{i}" for i in range(5, 8)]  # one drafter and thread each; may repeat
 # data
 DATA: str = "data/train.jsonl"                        # file, directory, glob or a,b of .jsonl / .jsonl.gz
 EVAL_DATA: str = "data/eval.jsonl"                    # held-out answers, the target's own and greedy
-CHAT_TEMPLATE_KWARGS: dict = {}                       # reach the chat template, e.g. {"enable_thinking": False}
+CHAT_TEMPLATE_KWARGS: dict = {}                       # of the chat template, e.g. {"enable_thinking": False}
 MAX_BAD_SHARE: float = 0.01                           # malformed lines tolerated, from 1,000 lines on
 SEQ_LEN: int = 4096                                   # S, tokens
 NUM_ANCHORS: int = 512                                # N, a row
 # drafter
 BLOCK_SIZE: int = 16                                  # K, slots: the anchor and K-1 drafted tokens
 DRAFT_LAYERS: int = 5
-LAYER_TYPES: list[str] | None = None                  # per layer; None: sliding x (n-1) + full for Qwen3.5/3.6, else full
+LAYER_TYPES: list[str] | None = None                  # None: full; for Qwen3.5/3.6 sliding x (n-1) + full
 SLIDING_WINDOW: int = 2048                            # W, tokens, of "sliding_attention" layers
 TARGET_LAYER_IDS: list[int] | None = None             # tapped layers; None: 5 spread evenly
-MASK_TOKEN_ID: int | None = None                      # None: the family's known id, else an unused special token
+MASK_TOKEN_ID: int | None = None                      # None: the family's known id, else an unused one
 INIT_STD: float = 0.02                                # of fresh weights, normal
 INIT_FROM: str | None = None                          # a drafter checkpoint to start from
 # optimisation
@@ -86,9 +88,9 @@ LR: float = 6e-4
 WARMUP: float = 0.04                                  # share of the horizon, linear; cosine to 0 after it
 CLIP: float = 1.0                                     # global gradient norm
 LOSS: str = "decay"                                   # "decay" | "dpace"
-GAMMA: float | None = None                            # decay length in slots; None: 7 / 5 / 4 for K 16 / 10 / 8, else K/2
-LOSS_FORM: str = "fused"                              # "fused" | "checkpoint": hidden gradient in forward, or recompute
-LOSS_CHUNK: int = 640                                 # rows of logits alive at a time, a multiple of 128
+GAMMA: float | None = None                            # decay, slots; None: 7, 5, 4 for K 16, 10, 8, else K/2
+LOSS_FORM: str = "fused"                              # "fused": gradient in forward | "checkpoint"
+LOSS_CHUNK: int = 640                                 # rows of logits alive at a time; multiples of 128 are fast
 # running
 COMPILE: bool = True                                  # False: dense attention, nothing compiled (CUDA only)
 QUEUE_DEPTH: int = 2                                  # rows waiting per (target, drafter)
@@ -97,7 +99,7 @@ EVAL_EVERY: int = 500                                 # steps; 0: never
 SAVE_EVERY: int = 500                                 # steps
 KEEP: int = 2                                         # newest checkpoints kept, beside the best
 RESUME: str = "auto"                                  # "auto" | "no" | a checkpoint directory
-STALL_S: int = 900                                    # nothing moved for so many seconds: print all stacks, end
+STALL_S: int = 900                                    # seconds without a move: print all stacks, end
 K_BAD: int = 10                                       # non-finite steps in a row that end the run
 # eval and generate
 CKPT: str = ""                                        # checkpoint directory
@@ -107,13 +109,40 @@ TEMPERATURE: float = 0.0
 
 DEMO = dict(  # `bash run.sh demo`: SmolLM2-135M-Instruct and its own greedy answers, two CPU cores, minutes
     TARGET_DEVICES=["cpu", "cpu"], DRAFTER_DEVICES=["cpu", "cpu"], DATA="data/demo_train.jsonl",
-    EVAL_DATA="data/demo_eval.jsonl", OUT="out/demo", SEQ_LEN=512, NUM_ANCHORS=64, BLOCK_SIZE=8, DRAFT_LAYERS=2,
-    STEPS=60, ROWS_PER_STEP=2, LR=2e-3, LOSS_CHUNK=512, EVAL_EVERY=60, SAVE_EVERY=60, LOG_EVERY=5, MAX_NEW_TOKENS=64)
+    EVAL_DATA="data/demo_eval.jsonl", OUT="out/demo", SEQ_LEN=512, NUM_ANCHORS=64, BLOCK_SIZE=4,
+    DRAFT_LAYERS=1, TARGET_LAYER_IDS=[1, 7, 13], STEPS=80, ROWS_PER_STEP=2, LR=3e-3, LOSS_CHUNK=192,
+    LOG_EVERY=10, EVAL_EVERY=80, SAVE_EVERY=80, MAX_NEW_TOKENS=64)
 
 CONSTANTS = {n: t for n, t in typing.get_type_hints(sys.modules[__name__]).items() if n.isupper()}
 FIRST_STEP_LOCK = threading.Lock()  # held by every worker thread around its whole first step (pytorch#136196)
 GATE = flex_utils.Gate(FIRST_STEP_LOCK)
 EXIT_USER, EXIT_ERROR = 2, 1
+
+
+def need(ok, text):
+    if not ok:
+        raise UserError(text)
+
+
+def one_of(what, value, legal):
+    need(value in legal, f"{what} = {value!r}: must be one of {', '.join(legal)}")
+
+
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def refusing(text, *kinds):
+    """Exceptions of these kinds become a UserError."""
+    try:
+        yield
+    except kinds as e:
+        raise UserError(f"{text}: {first_line(e)}") from None
+
+
+def constants():
+    return {n: globals()[n] for n in CONSTANTS}
 
 
 def convert(text, kind):
@@ -134,63 +163,60 @@ def convert(text, kind):
 
 
 def override(args):
-    """NAME=VALUE strings -> module constants, each one printed. Unknown names and wrong types are UserErrors."""
+    """NAME=VALUE strings -> module constants, each one printed; UserError for a wrong name or type."""
     for arg in args:
         name, equals, text = arg.partition("=")
         if not equals or name not in CONSTANTS:
             near = [n for n in CONSTANTS if name.upper() in n or n in name.upper()]
-            raise UserError(f"unknown setting {name!r}" + (f"; did you mean {', '.join(near)}?" if near else ""))
-        kinds = typing.get_args(CONSTANTS[name]) if isinstance(CONSTANTS[name], types.UnionType) else (CONSTANTS[name],)
+            also = f"; did you mean {', '.join(near)}?" if near else ""
+            raise UserError(f"unknown setting {name!r}{also}")
+        hint = CONSTANTS[name]
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         try:
             none = text == "None" and type(None) in kinds
             globals()[name] = None if none else convert(text, kinds[0])
         except (ValueError, SyntaxError, TypeError):
-            wanted = " or ".join("None" if k is type(None) else str(k).replace("<class '", "").strip("'>") for k in kinds)
+            wanted = hint if typing.get_args(hint) else hint.__name__
             raise UserError(f"{name}={text}: expected {wanted}") from None
         print(f"setting {name} = {globals()[name]!r}")
 
 
 def check_settings():
     """Everything that can be said before a file or a device is touched."""
-    def need(ok, text):
-        if not ok:
-            raise UserError(text)
-    for name in ("SEQ_LEN", "NUM_ANCHORS", "DRAFT_LAYERS", "EPOCHS", "ROWS_PER_STEP", "LOSS_CHUNK", "QUEUE_DEPTH", "LOG_EVERY",
-                 "SAVE_EVERY", "KEEP", "STALL_S", "K_BAD", "SLIDING_WINDOW", "INIT_STD", "LR", "CLIP", "MAX_NEW_TOKENS"):
-        need(globals()[name] > 0, f"{name} = {globals()[name]}: must be above 0")
-    need(BLOCK_SIZE >= 2, f"BLOCK_SIZE = {BLOCK_SIZE}: a block is the anchor and at least one drafted token, so 2 or more")
-    need(EVAL_EVERY >= 0, f"EVAL_EVERY = {EVAL_EVERY}: 0 (never) or above")
-    need(0 <= WARMUP < 1, f"WARMUP = {WARMUP}: a share of the horizon, 0 <= WARMUP < 1")
-    need(0 <= MAX_BAD_SHARE <= 1, f"MAX_BAD_SHARE = {MAX_BAD_SHARE}: a share, 0 to 1")
-    need(GAMMA is None or GAMMA > 0, f"GAMMA = {GAMMA}: must be above 0, or None")
-    need(STEPS is None or STEPS > 0, f"STEPS = {STEPS}: must be above 0, or None")
-    need(STOP_AT is None or STOP_AT > 0, f"STOP_AT = {STOP_AT}: must be above 0, or None")
-    for name, legal in (("LOSS", ("decay", "dpace")), ("LOSS_FORM", ("fused", "checkpoint"))):
-        need(globals()[name] in legal, f"{name} = {globals()[name]!r}: must be one of {', '.join(legal)}")
-    need(ROWS_PER_STEP >= len(DRAFTER_DEVICES), f"ROWS_PER_STEP = {ROWS_PER_STEP} is smaller than the {len(DRAFTER_DEVICES)} "
-         f"drafters of DRAFTER_DEVICES = {DRAFTER_DEVICES}: every drafter needs a row a step")
-    if LAYER_TYPES is not None:
-        need(len(LAYER_TYPES) == DRAFT_LAYERS, f"LAYER_TYPES has {len(LAYER_TYPES)} entries, DRAFT_LAYERS = {DRAFT_LAYERS}")
-        bad = set(LAYER_TYPES) - {"full_attention", "sliding_attention"}
-        need(not bad, f"LAYER_TYPES has {sorted(bad)}: legal are full_attention, sliding_attention")
-    for name in ("TARGET_DEVICES", "DRAFTER_DEVICES"):
-        need(globals()[name], f"{name} is empty")
-        for device in globals()[name]:
-            need(device_exists(device), f"{name} has {device!r}, this machine has {device_names()}")
+    for name in ("SEQ_LEN", "NUM_ANCHORS", "DRAFT_LAYERS", "SLIDING_WINDOW", "INIT_STD", "EPOCHS", "STEPS",
+                 "STOP_AT", "ROWS_PER_STEP", "LR", "CLIP", "GAMMA", "LOSS_CHUNK", "QUEUE_DEPTH", "LOG_EVERY",
+                 "SAVE_EVERY", "KEEP", "STALL_S", "K_BAD", "MAX_NEW_TOKENS"):
+        value = globals()[name]
+        need(value is None or value > 0, f"{name} = {value}: must be above 0")
+    for name, ok, wanted in (
+            ("BLOCK_SIZE", BLOCK_SIZE >= 2, "2 or more, the anchor and at least one drafted token"),
+            ("EVAL_EVERY", EVAL_EVERY >= 0, "0 (never) or above"),
+            ("WARMUP", 0 <= WARMUP < 1, "a share of the horizon, 0 <= WARMUP < 1"),
+            ("MAX_BAD_SHARE", 0 <= MAX_BAD_SHARE <= 1, "a share, 0 to 1"),
+            ("LAYER_TYPES", LAYER_TYPES is None or len(LAYER_TYPES) == DRAFT_LAYERS,
+             f"{len(LAYER_TYPES or ())} entries, DRAFT_LAYERS = {DRAFT_LAYERS}"),
+            ("ROWS_PER_STEP", ROWS_PER_STEP >= len(DRAFTER_DEVICES),
+             f"too few for {len(DRAFTER_DEVICES)} drafters, DRAFTER_DEVICES = {DRAFTER_DEVICES}")):
+        need(ok, f"{name} = {globals()[name]!r}: {wanted}")
+    one_of("LOSS", LOSS, ("decay", "dpace"))
+    one_of("LOSS_FORM", LOSS_FORM, ("fused", "checkpoint"))
+    for kind in LAYER_TYPES or ():
+        one_of("an entry of LAYER_TYPES", kind, ("full_attention", "sliding_attention"))
+    need_devices("TARGET_DEVICES", TARGET_DEVICES)
+    need_devices("DRAFTER_DEVICES", DRAFTER_DEVICES)
 
 
 def device_names():
-    return ", ".join(["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())])
+    return ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
 
 
-def device_exists(name):
-    kind, _, index = name.partition(":")
-    return name == "cpu" or (kind == "cuda" and index.isdigit() and int(index) < torch.cuda.device_count())
+def need_devices(name, devices):
+    need(devices, f"{name} is empty")
+    for device in devices:
+        need(device in device_names(), f"{name} has {device!r}, this machine has {', '.join(device_names())}")
 
 
-
-# ------------------------------------------------------------------------------ conversations -> packed rows
-
+# ------------------------------------------------------------------------ conversations -> packed rows
 
 class Row(NamedTuple):
     """S packed tokens, host arrays."""
@@ -325,7 +351,9 @@ def draw_anchors(row, n, rng):
 
 def inspect_data(conversations, tokenizer, n):
     """Prints what the reader made of the files and n conversations with their supervised tokens marked."""
-    s, lengths, tty = conversations.stats, conversations.lengths, sys.stdout.isatty()
+    s, lengths, how, marks = conversations.stats, conversations.lengths, "between ⟦ ⟧", ("⟦", "⟧")
+    if sys.stdout.isatty():
+        how, marks = "green", ("\x1b[32m", "\x1b[0m")
     rows, quantiles = pack(lengths, SEED, 0, SEQ_LEN), (0, 10, 50, 90, 99, 100)
     print(f"{s['lines']} lines: {s['rows']} conversations, {s['bad']} malformed, {s['thin']} without two "
           f"supervised tokens in a row\n{s['tokens']} tokens, {s['supervised']} of them supervised "
@@ -338,22 +366,20 @@ def inspect_data(conversations, tokenizer, n):
         for name, count in counts.items():
             print(f"{title} {name or 'not given'}: {count}")
     for i in np.linspace(0, len(conversations) - 1, min(n, len(conversations))).astype(int).tolist():
-        print(f"---- conversation {i}, {lengths[i]} tokens, supervised {'green' if tty else 'between ⟦ ⟧'}\n"
-              + render(conversations[i], tokenizer, ("\x1b[32m", "\x1b[0m") if tty else ("⟦", "⟧")))
-
-# ------------------------------------------------------------------------------------------------ the row stream
+        print(f"---- conversation {i}, {lengths[i]} tokens, supervised {how}\n"
+              + render(conversations[i], tokenizer, marks))
 
 
 class RowStream:
-    """Row i of training, for ever: epoch after epoch of packed rows. A pure function of (SEED, epoch, index)."""
+    """Row i of training, epoch after epoch, for ever. A pure function of (SEED, epoch, index)."""
 
     def __init__(self, conversations):
         self.conversations, self.starts, self.packs, self.lock = conversations, [0], {}, threading.Lock()
 
     def pack(self, epoch):
         if epoch not in self.packs:
-            kept = {e: rows for e, rows in self.packs.items() if abs(e - epoch) <= 1}  # rows of two epochs are in flight
-            self.packs = {**kept, epoch: pack(self.conversations.lengths, SEED, epoch, SEQ_LEN)}
+            near = {e: self.packs[e] for e in self.packs if abs(e - epoch) <= 1}  # two epochs are in flight
+            self.packs = {**near, epoch: pack(self.conversations.lengths, SEED, epoch, SEQ_LEN)}
         return self.packs[epoch]
 
     def locate(self, i):
@@ -368,7 +394,8 @@ class RowStream:
         """-> (Row, its sorted anchors)."""
         epoch, members = self.locate(i)
         row = make_row(self.conversations, members, SEQ_LEN, i)
-        return row, draw_anchors(row, NUM_ANCHORS, np.random.default_rng((SEED, epoch, i - self.starts[epoch])))
+        rng = np.random.default_rng((SEED, epoch, i - self.starts[epoch]))
+        return row, draw_anchors(row, NUM_ANCHORS, rng)
 
     def total(self, epochs):
         with self.lock:
@@ -389,66 +416,56 @@ class EvalRows:
         return row, np.flatnonzero(run_length(row.turn, row.doc) >= 1)
 
 
-# ---------------------------------------------------------------------------------------------------- the target
-
+# ------------------------------------------------------------------------------------------ the target
 
 def compute_dtype(device):
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 
 def load_config():
-    try:
+    with refusing(f"TARGET = {TARGET}: not a model that transformers can read here", OSError, ValueError):
         return AutoConfig.from_pretrained(TARGET)
-    except (OSError, ValueError) as e:
-        raise UserError(f"TARGET = {TARGET}: not a model that transformers can read here: {str(e).strip().splitlines()[0]}") from None
 
 
 def load_tokenizer():
     try:
         return AutoTokenizer.from_pretrained(TARGET)
     except (OSError, ValueError, KeyError) as e:
-        print(f"TARGET = {TARGET} has no tokenizer ({str(e).strip().splitlines()[0]}): only input_ids + loss_mask rows can be read")
+        print(f"TARGET = {TARGET} has no tokenizer ({first_line(e)}): only rows of input_ids are read")
         return None
 
 
 def load_target(device):
     """The whole frozen target on `device`. In the main thread, before any other thread exists: concurrent
     from_pretrained calls leave meta tensors and a wrong default dtype behind in silence."""
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(TARGET, dtype=compute_dtype(device), output_loading_info=True)
-    except (OSError, ValueError) as e:
-        raise UserError(f"TARGET = {TARGET}: weights can't be loaded: {str(e).strip().splitlines()[0]}") from None
-    if info["missing_keys"] or info.get("mismatched_keys"):
-        names = sorted(str(k) for k in (*info["missing_keys"], *info.get("mismatched_keys", ())))
-        raise UserError(f"TARGET = {TARGET}: {len(names)} weights are missing or of another shape in the checkpoint: {names[:5]}")
+    with refusing(f"TARGET = {TARGET}: weights can't be loaded", OSError, ValueError):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            TARGET, dtype=compute_dtype(device), output_loading_info=True)
+    wrong = sorted(str(k) for k in (*info["missing_keys"], *info.get("mismatched_keys", ())))
+    need(not wrong, f"TARGET = {TARGET}: {len(wrong)} weights are missing or of another shape: {wrong[:5]}")
     return model.to(device).eval().requires_grad_(False)
 
 
 def replica_of(module, device, bad_pairs=frozenset()):
-    """A copy of a frozen module on `device` with its own submodules (and so its own hooks). Weights cross once, straight
-    from device to device; on the same device they are shared."""
+    """A copy of a frozen module on `device` with hooks of its own; on the same device it shares weights."""
     memo = {}
     for tensor in (*module.parameters(), *module.buffers()):
         moved = flex_utils.transfer(tensor.data, device, bad_pairs)
-        memo[id(tensor)] = torch.nn.Parameter(moved, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else moved
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        memo[id(tensor)] = torch.nn.Parameter(moved, requires_grad=False) if is_parameter else moved
     return copy.deepcopy(module, memo)
 
 
-def cut_after(decoder, last):
-    """Layers after the last tapped one feed nothing that training uses."""
-    decoder.layers = decoder.layers[:last + 1]
-    return decoder
-
-
 def head_of(model):
-    return md.Head(model.get_output_embeddings(), getattr(model.config.get_text_config(), "final_logit_softcapping", None))
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return md.Head(model.get_output_embeddings(), softcap)
 
 
 def target_features(decoder, taps, row, shapes, gate, device):
     """Hidden states of the tapped layers for one packed row -> (1, S, L*D) on `device`, zeros where padded.
 
-    Conversations run as batch rows padded on the RIGHT to a few fixed shapes (left padding would enter the state of linear
-    layers; packing them in one sequence is silently wrong without special kernels). Causal layers never see that padding.
+    Conversations run as batch rows padded on the RIGHT to a few fixed shapes: left padding would enter the
+    state of linear layers, and one packed sequence is silently wrong without special kernels.
     """
     starts, out = np.concatenate([[0], np.cumsum(row.lengths)]), None
     for shape, members in plan_batches(row.lengths, shapes):
@@ -457,7 +474,8 @@ def target_features(decoder, taps, row, shapes, gate, device):
         in_call = np.concatenate([b * length + np.arange(row.lengths[m]) for b, m in enumerate(members)])
         ids = np.zeros(batch * length, dtype=np.int64)
         ids[in_call] = row.ids[in_row]
-        ids, in_row, in_call = (flex_utils.to_device(torch.from_numpy(a), device) for a in (ids, in_row, in_call))
+        arrays = ids, in_row, in_call
+        ids, in_row, in_call = (flex_utils.to_device(torch.from_numpy(a), device) for a in arrays)
         with gate.work("target", str(device), batch, length):
             decoder(input_ids=ids.view(batch, length), use_cache=False)
             hidden = taps.collect()                                     # (batch, length, L*D)
@@ -468,42 +486,39 @@ def target_features(decoder, taps, row, shapes, gate, device):
 
 
 def default_taps(n_layers):
-    """Published spread: 5 layers from the second to the fourth-last."""
-    if TARGET_LAYER_IDS is not None:
+    """TARGET_LAYER_IDS, or the published spread: 5 layers from the second to the fourth-last."""
+    if TARGET_LAYER_IDS is None:
+        ids = tuple(round(1 + i * (n_layers - 4) / 4) for i in range(5))
+        text = f"the default taps {list(ids)} don't fit a target of {n_layers} layers: set TARGET_LAYER_IDS"
+    else:  # the last layer's output is read after the final norm when served
         ids = tuple(TARGET_LAYER_IDS)
-        if not ids or any(not 0 <= i <= n_layers - 2 for i in ids) or sorted(set(ids)) != list(ids):
-            raise UserError(f"TARGET_LAYER_IDS = {list(ids)}: must rise strictly within 0..{n_layers - 2}, the target has {n_layers} "
-                            f"layers (the last one's output is read after the final norm when served)")
-        return ids
-    ids = tuple(round(1 + i * (n_layers - 4) / 4) for i in range(5))
-    if sorted(set(ids)) != list(ids) or ids[-1] > n_layers - 2 or ids[0] < 0:
-        raise UserError(f"the target has {n_layers} layers, too few for the default taps {list(ids)}: set TARGET_LAYER_IDS")
+        text = f"TARGET_LAYER_IDS = {list(ids)}: must rise within 0..{n_layers - 2}, of {n_layers} layers"
+    need(ids and sorted(set(ids)) == list(ids) and ids[0] >= 0 and ids[-1] <= n_layers - 2, text)
     return ids
 
 
-KNOWN_MASK_IDS = {"qwen3_5": 248070, "qwen3_5_text": 248070, "qwen3_5_moe": 248070, "qwen3_5_moe_text": 248070}
+KNOWN_MASK_IDS = dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), 248070)
 
 
 def mask_token(config, text, tokenizer, vocab):
-    """MASK_TOKEN_ID, the family's known one, or a special token that neither the template nor the tokenizer's own roles use."""
+    """MASK_TOKEN_ID, the family's known one, or a special token that neither the template nor a role uses."""
     eos = text.eos_token_id if isinstance(text.eos_token_id, (list, tuple)) else [text.eos_token_id]
-    taken = {t for t in (*eos, text.bos_token_id, text.pad_token_id, getattr(tokenizer, "eos_token_id", None)) if t is not None}
+    roles = {*eos, text.bos_token_id, text.pad_token_id, getattr(tokenizer, "eos_token_id", None)} - {None}
     if MASK_TOKEN_ID is not None:
-        if not 0 <= MASK_TOKEN_ID < vocab:
-            raise UserError(f"MASK_TOKEN_ID = {MASK_TOKEN_ID}: outside the target's vocabulary of {vocab}")
-        if MASK_TOKEN_ID in taken - {text.pad_token_id}:
-            raise UserError(f"MASK_TOKEN_ID = {MASK_TOKEN_ID}: is the target's bos or eos, of {sorted(taken)}")
+        setting, taken = f"MASK_TOKEN_ID = {MASK_TOKEN_ID}", roles - {text.pad_token_id}
+        need(0 <= MASK_TOKEN_ID < vocab, f"{setting}: outside the vocabulary of {vocab}")
+        need(MASK_TOKEN_ID not in taken, f"{setting}: is the target's bos or eos, of {sorted(roles)}")
         return MASK_TOKEN_ID
-    if config.model_type in KNOWN_MASK_IDS and KNOWN_MASK_IDS[config.model_type] < vocab:
+    if KNOWN_MASK_IDS.get(config.model_type, vocab) < vocab:
         return KNOWN_MASK_IDS[config.model_type]
+    free = []
     if tokenizer is not None:
         template = str(tokenizer.chat_template or "")
         free = [i for i, t in sorted(tokenizer.added_tokens_decoder.items())
-                if t.special and i not in taken and t.content not in template and i < vocab]
+                if t.special and i not in roles and t.content not in template and i < vocab]
         free += range(max(len(tokenizer), 1), vocab)  # rows of the embedding that no token has
-        if free:
-            return free[0]
-    raise UserError(f"MASK_TOKEN_ID = None: {TARGET} has no unused special token in its vocabulary of {vocab}; name an id that no text uses")
+    need(free, f"MASK_TOKEN_ID = None: {TARGET} has no unused token; name an id below {vocab}")
+    return free[0]
 
 
 def rope_theta_of(text):
@@ -514,84 +529,91 @@ def rope_theta_of(text):
 
 
 def drafter_config(config, tokenizer):
-    """Sizes for this target, before its weights are read: its own heads and ffn, or the published ones for Qwen3.6-27B."""
+    """Sizes for this target, before its weights are read: its own, or the published ones for Qwen3.6-27B."""
     text = config.get_text_config()
-    vocab, n_layers = text.vocab_size, text.num_hidden_layers
+    vocab, n_layers, heads = text.vocab_size, text.num_hidden_layers, text.num_attention_heads
     hybrid = text.model_type.startswith("qwen3_5")
-    sizes = (32, 8, 128) if hybrid and text.hidden_size == 5120 else \
-        (text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-         getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    types_ = LAYER_TYPES or (["sliding_attention"] * (DRAFT_LAYERS - 1) + ["full_attention"] if hybrid
-                             else ["full_attention"] * DRAFT_LAYERS)
+    sizes = (heads, getattr(text, "num_key_value_heads", None) or heads,
+             getattr(text, "head_dim", None) or text.hidden_size // heads)
+    if hybrid and text.hidden_size == 5120:
+        sizes = 32, 8, 128
+    first = "sliding_attention" if hybrid else "full_attention"
+    types_ = LAYER_TYPES or [first] * (DRAFT_LAYERS - 1) + ["full_attention"]
     return md.DrafterConfig(
-        text.hidden_size, text.intermediate_size, DRAFT_LAYERS, *sizes, vocab, BLOCK_SIZE, mask_token(config, text, tokenizer, vocab),
-        default_taps(n_layers), n_layers, tuple(types_), SLIDING_WINDOW if "sliding_attention" in types_ else None,
-        rope_theta_of(text), getattr(text, "rms_norm_eps", 1e-6), INIT_STD, text.max_position_embeddings, text.bos_token_id,
-        text.eos_token_id, text.pad_token_id, final_logit_softcapping=getattr(text, "final_logit_softcapping", None))
+        text.hidden_size, text.intermediate_size, DRAFT_LAYERS, *sizes, vocab, BLOCK_SIZE,
+        mask_token(config, text, tokenizer, vocab), default_taps(n_layers), n_layers, tuple(types_),
+        SLIDING_WINDOW if "sliding_attention" in types_ else None, rope_theta_of(text),
+        getattr(text, "rms_norm_eps", 1e-6), INIT_STD, text.max_position_embeddings, text.bos_token_id,
+        text.eos_token_id, text.pad_token_id,
+        final_logit_softcapping=getattr(text, "final_logit_softcapping", None))
 
 
 def embedding_scale(embedding):
-    """What the embedding module multiplies its table by (Gemma), as rounded in its dtype: the client does the same to the table."""
+    """What the embedding module multiplies its table by (Gemma), rounded in its dtype as the client does."""
     scale = getattr(embedding, "embed_scale", None)
     return 1.0 if scale is None else float(torch.as_tensor(scale).to(embedding.weight.dtype))
 
 
-def check_head_dim(config):
-    """Triton's matrix products start at 16."""
-    if COMPILE and config.head_dim < 16 and any(d.startswith("cuda") for d in DRAFTER_DEVICES):
-        raise UserError(f"COMPILE = True: flex_attention needs a head_dim of 16 or more, this drafter has {config.head_dim}")
+def free_memory():
+    """Host memory in GiB. MemAvailable counts the page cache in, SC_AVPHYS_PAGES doesn't."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable:")) / 2**20
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2**30
 
 
-def preflight(run):
+def preflight(run, weights):
     """What would fail late is said now: compiler, disk, host memory."""
-    n = sum(w.numel() for w in run.weights.values())
-    size, free = n * 14 / 2**30, shutil.disk_usage(run.out).free / 2**30  # bf16 weights, fp32 masters and two moments
-    print(f"a checkpoint is {size:.2f} GiB, {KEEP} newest and the best are kept (KEEP), {free:.1f} GiB free at OUT = {run.out}")
-    if free < size * (KEEP + 2):
-        raise UserError(f"OUT = {run.out}: {free:.1f} GiB free, {size * (KEEP + 2):.1f} GiB needed for KEEP = {KEEP} checkpoints, the best and a new one")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2**30
-    if memory < n * 12 / 2**30:
-        print(f"WARNING: {memory:.1f} GiB of host memory is free, a save copies {n * 12 / 2**30:.1f} GiB there")
     if COMPILE and any(d.startswith("cuda") for d in DRAFTER_DEVICES):
-        if not shutil.which(os.environ.get("CC", "cc")) and not shutil.which("gcc"):
-            raise UserError("COMPILE = True needs a C compiler for Triton and none is on the PATH: install gcc, or set CC")
+        compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
         header = Path(sysconfig.get_paths()["include"], "Python.h")
-        if not header.exists():
-            raise UserError(f"COMPILE = True needs the Python headers for Triton and {header} is missing: install python3-dev")
+        need(run.config.head_dim >= 16,  # Triton's matrix products start there
+             f"COMPILE = True: flex_attention needs a head_dim of 16 or more, this is {run.config.head_dim}")
+        need(compiler, "COMPILE = True: Triton needs a C compiler on the PATH: install gcc, or set CC")
+        need(header.exists(), f"COMPILE = True: Triton needs {header}: install python3-dev")
+    n = sum(w.numel() for w in weights.values()) / 2**30
+    size, free, memory = n * 14, shutil.disk_usage(run.out).free / 2**30, free_memory()  # bf16, fp32, moments
+    print(f"a checkpoint is {size:.2f} GiB, {KEEP} newest and the best are kept (KEEP), "
+          f"{free:.1f} GiB free at OUT = {run.out}")
+    need(free >= size * (KEEP + 2), f"OUT = {run.out}: {free:.1f} GiB free, KEEP = {KEEP}, the best "
+         f"and one being written need {size * (KEEP + 2):.1f}")
+    if memory < n * 12:
+        print(f"WARNING: {memory:.1f} GiB of host memory is free, a save copies {n * 12:.1f} GiB there")
 
 
 @torch.no_grad()
 def prove_target(model, config, conversations, tokenizer):
-    """Start-up proof on a few real conversations, with the whole first replica: taps, head, labels. Prints one screen."""
+    """Start-up proof on a few real conversations, with the whole first replica: taps, head, labels."""
     decoder, device, agree, labels = model.get_decoder(), model.device, 0, 0
+    ids_of_taps = list(config.target_layer_ids)
     taps, head = md.Taps(decoder.layers, config.target_layer_ids), head_of(model)
     for c in (conversations[i] for i in range(min(8, len(conversations)))):
         ids = torch.from_numpy(c.ids.astype(np.int64))[None].to(device)
         out = model(ids, output_hidden_states=True, use_cache=False)
-        caught = taps.collect()
-        if not torch.equal(caught, torch.cat([out.hidden_states[i + 1] for i in config.target_layer_ids], -1)):
-            raise UserError(f"TARGET = {TARGET}: hooks on layers {config.target_layer_ids} don't give output_hidden_states[i + 1]")
-        off = (head(out.hidden_states[-1]).float() - out.logits.float()).abs().max().item()
-        if off > 0.05 * out.logits.float().abs().max().item():
-            raise UserError(f"TARGET = {TARGET}: its head on its last hidden state is off its own logits by {off:.3g}: it scales them")
+        need(torch.equal(taps.collect(), torch.cat([out.hidden_states[i + 1] for i in ids_of_taps], -1)),
+             f"TARGET = {TARGET}: hooks on layers {ids_of_taps} don't give output_hidden_states[i + 1]")
+        logits = out.logits.float()
+        off = (head(out.hidden_states[-1]).float() - logits).abs().max().item()
+        need(not off > 0.05 * logits.abs().max().item(),
+             f"TARGET = {TARGET}: it scales its logits, the head alone is off by {off:.3g}")
         supervised = torch.from_numpy(c.turn[1:] > 0).to(device)
         agree += int(((out.logits[0, :-1].argmax(-1) == ids[0, 1:]) & supervised).sum())
         labels += int(supervised.sum())
     taps.remove()
     share = agree / max(1, labels)
-    print(f"proof: taps {list(config.target_layer_ids)} equal output_hidden_states; the head reproduces the logits; "
+    print(f"proof: taps {ids_of_taps} equal output_hidden_states; the head reproduces the logits; "
           f"{share:.3f} of {labels} labels equal the target's argmax")
     if share < 0.8:
-        print(f"WARNING: only {share:.2f} of the labels are what the target itself would say (0.8 or more is usual for its own "
-              f"answers): a drafter trained on others' text is accepted less. tools/regenerate.py makes the target's own answers")
-    c = conversations[0]
+        print(f"WARNING: only {share:.2f} of the labels are what the target would say (own answers: 0.8 or "
+              f"more): such a drafter is accepted less. tools/regenerate.py makes the target's own answers")
     if tokenizer is not None:
-        print("first conversation, supervised tokens in [[ ]]:\n" + render(c, tokenizer)[:800])
+        text = render(conversations[0], tokenizer)[:800]
+        print(f"first conversation, supervised tokens between ⟦ ⟧:\n{text}")
     return share
 
 
-# ---------------------------------------------------------------------------------------------------- the hand-off
-
+# ---------------------------------------------------------------------------------------- the hand-off
 
 class Item(NamedTuple):
     """One row for one drafter."""
@@ -604,31 +626,31 @@ class Item(NamedTuple):
 
 
 def target_worker(run, t):
-    """Thread t: rows of the jobs t, t+T, ... through its own replica, in order, to the drafter each is dealt to."""
+    """Thread t: rows of the jobs t, t+T, ... through its replica, in order, to each one's drafter."""
     device = torch.device(TARGET_DEVICES[t])
     run.enter_thread(device)
-    decoder = run.decoders[t]
-    taps, hand_off = md.Taps(decoder.layers, run.config.target_layer_ids), flex_utils.HandOff(device, run.bad_pairs)
-    for n, (kind, index) in enumerate(run.jobs()):
-        if n % len(TARGET_DEVICES) != t:
-            continue
+    decoder, hand_off = run.decoders[t], flex_utils.HandOff(device, run.bad_pairs)
+    taps = md.Taps(decoder.layers, run.config.target_layer_ids)
+    for kind, index in itertools.islice(run.jobs(), t, None, len(TARGET_DEVICES)):
         run.check()
         row, anchors = (run.train_rows if kind == "train" else run.eval_rows).row(index)
         with torch.no_grad(), GATE.first_step():
             hidden = target_features(decoder, taps, row, run.shapes, GATE, device)
         d = index % len(DRAFTER_DEVICES)
-        moved, slots, ready = hand_off.send(hidden, run.replicas[d].device, lambda: make_slots(row, anchors, run.replicas[d].device))
+        to = run.replicas[d].device
+        moved, slots, ready = hand_off.send(hidden, to, lambda: make_slots(row, anchors, to))
         run.tick()
-        waited = time.perf_counter()
+        began = time.perf_counter()
         run.put(t, d, Item(kind, index, row, moved, slots, ready))
-        run.target_wait[t] += time.perf_counter() - waited
+        run.target_wait[t] += time.perf_counter() - began
 
 
 def make_slots(row, anchors, device):
     """All anchors of a row in groups of NUM_ANCHORS, at the one shape that is compiled."""
     length = run_length(row.turn, row.doc)
     groups = [anchors[i:i + NUM_ANCHORS] for i in range(0, max(1, len(anchors)), NUM_ANCHORS)]
-    return [md.slots_of(row.ids, row.pos, row.doc_start, g, length, NUM_ANCHORS, BLOCK_SIZE, loss_chunk(), device) for g in groups]
+    return [md.slots_of(row.ids, row.pos, row.doc_start, group, length, NUM_ANCHORS, BLOCK_SIZE, loss_chunk(),
+                        device) for group in groups]
 
 
 def loss_chunk():
@@ -637,17 +659,18 @@ def loss_chunk():
 
 
 def loss_spec(device):
-    return md.LossSpec(LOSS, GAMMA if GAMMA is not None else md.default_gamma(BLOCK_SIZE), LOSS_FORM, loss_chunk(),
-                       COMPILE and device.type == "cuda")
+    gamma = GAMMA if GAMMA is not None else md.default_gamma(BLOCK_SIZE)
+    return md.LossSpec(LOSS, gamma, LOSS_FORM, loss_chunk(), COMPILE and device.type == "cuda")
 
 
-# ------------------------------------------------------------------------------------------------------ the drafter
+# ----------------------------------------------------------------------------------------- the drafter
 # columns of the per-row statistics, summed over drafters with the gradients
 LOSS_SUM, DENOMINATOR, MATCHES, ANCHORS, BAD = range(5)
+MOMENTS = "exp_avg", "exp_avg_sq"  # AdamW's
 
 
 class Replica:
-    """One drafter: compute-dtype weights, fp32 masters, AdamW, and the target's embedding and head on its device."""
+    """One drafter: compute-dtype weights, fp32 masters, AdamW; the target's embedding and head beside."""
 
     def __init__(self, index, config, device, embed, head, weights):
         self.index, self.device, self.embed, self.head = index, device, embed, head
@@ -655,15 +678,14 @@ class Replica:
         with torch.device("meta"):
             drafter = md.Drafter(config, attend)
         self.drafter = drafter.to_empty(device=device).to(compute_dtype(device)).train()
-        names = dict(self.drafter.named_parameters())
-        self.masters = {n: torch.nn.Parameter(weights[n].to(device, torch.float32, copy=True)) for n in names}
-        self.params = names
+        self.params = dict(self.drafter.named_parameters())
+        self.masters = {n: torch.nn.Parameter(weights[n].to(device, torch.float32, copy=True))
+                        for n in self.params}
         if COMPILE and device.type == "cuda":
-            # layers of a type share a graph; no fullgraph in threads: it fails now and then on torch 2.12-2.14
+            # layers of a type share a graph; fullgraph fails now and then in threads on torch 2.12-2.14
             for module in (*self.drafter.layers, self.drafter.hidden_norm, self.drafter.norm):
                 module.compile(dynamic=False)
-        self.buckets = self.make_buckets()
-        self.spec = loss_spec(device)
+        self.buckets, self.spec = self.make_buckets(), loss_spec(device)
         self.stats = torch.zeros(ROWS_PER_STEP, 5, dtype=torch.float64, device=device)
         self.ring = torch.zeros(LOG_EVERY, ROWS_PER_STEP + 1, 5, dtype=torch.float64, device=device)
         self.jobs_seen, self.started, self.sums = 0, False, None
@@ -673,9 +695,10 @@ class Replica:
         """One optimiser per layer: fp32 gradients exist for one bucket at a time."""
         groups = {}
         for name in self.params:
-            groups.setdefault(".".join(name.split(".")[:2]) if name.startswith("layers.") else "", []).append(name)
-        return [(names, torch.optim.AdamW([self.masters[n] for n in names], lr=LR, betas=(0.9, 0.999), weight_decay=0.0, fused=True))
-                for names in groups.values()]
+            layer = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
+            groups.setdefault(layer, []).append(name)
+        return [(names, torch.optim.AdamW([self.masters[n] for n in names], lr=LR, betas=(0.9, 0.999),
+                                          weight_decay=0.0, fused=True)) for names in groups.values()]
 
     @torch.no_grad()
     def copy_to_params(self):
@@ -683,12 +706,13 @@ class Replica:
 
     @torch.no_grad()
     def update(self, lr, slot):
-        """Clip, AdamW, weights back to the compute dtype. The gradients are sums of w*ce over the step: the division by the
-        denominator and the clip ride on AdamW's grad_scale, the skip of a bad update on its found_inf: no host sync."""
-        norms = torch.stack(torch._foreach_norm([p.grad for p in self.params.values()], 2, dtype=torch.float32))
+        """Clip, AdamW, weights back to the compute dtype. The gradients are sums of w*ce over the step:
+        division and clip ride on AdamW's grad_scale, the skip on its found_inf: no host sync."""
+        grads = [p.grad for p in self.params.values()]
+        norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
         raw, denominator = torch.linalg.vector_norm(norms), self.stats[:, DENOMINATOR].sum().float()
-        finite = torch.isfinite(raw) & torch.isfinite(self.stats[:, LOSS_SUM].sum())
-        skip = (~finite | (denominator == 0)).float()
+        bad = ~(torch.isfinite(raw) & torch.isfinite(self.stats[:, LOSS_SUM].sum()))
+        skip = (bad | (denominator == 0)).float()
         norm = raw / denominator.clamp(min=1e-30)
         scale = denominator * (norm / CLIP).clamp(min=1.0)
         for names, optimizer in self.buckets:
@@ -703,7 +727,7 @@ class Replica:
         self.copy_to_params()
         self.ring[slot, :-1] = self.stats
         first_bad = (~torch.isfinite(norms)).double().argmax()
-        self.ring[slot, -1] = torch.stack([norm.double(), skip.double(), (~finite).double(), first_bad.double(), denominator.double()])
+        self.ring[slot, -1] = torch.stack([x.double() for x in (norm, skip, bad, first_bad, denominator)])
 
     def state(self):
         """fp32 masters and moments on the host, in one flat dict (names as in the published file)."""
@@ -712,24 +736,24 @@ class Replica:
             for n in names:
                 state = optimizer.state.get(self.masters[n], {})
                 out[f"master.{n}"] = self.masters[n].detach()
-                out[f"exp_avg.{n}"] = state.get("exp_avg", torch.zeros_like(self.masters[n]))
-                out[f"exp_avg_sq.{n}"] = state.get("exp_avg_sq", torch.zeros_like(self.masters[n]))
+                for k in MOMENTS:
+                    out[f"{k}.{n}"] = state.get(k, torch.zeros_like(self.masters[n]))
                 out["adam_step"] = state.get("step", torch.zeros(()))
         return {k: v.detach().to("cpu", copy=True).contiguous() for k, v in out.items()}
 
+    @torch.no_grad()
     def load_state(self, state):
-        with torch.no_grad():
-            for names, optimizer in self.buckets:
-                for n in names:
-                    master = self.masters[n]
-                    master.copy_(state[f"master.{n}"])
-                    optimizer.state[master] = {"step": state["adam_step"].clone().to(self.device), **{
-                        k: state[f"{k}.{n}"].to(self.device, copy=True) for k in ("exp_avg", "exp_avg_sq")}}
+        for names, optimizer in self.buckets:
+            for n in names:
+                self.masters[n].copy_(state[f"master.{n}"])
+                optimizer.state[self.masters[n]] = {
+                    "step": state["adam_step"].clone().to(self.device),
+                    **{k: state[f"{k}.{n}"].to(self.device, copy=True) for k in MOMENTS}}
         self.copy_to_params()
 
 
 def micro_step(run, w, item):
-    """Mask, forward, loss and backward of one row; the whole of it under the lock (first time) and the gate."""
+    """Mask, forward, loss and backward of one row; all of it under the lock (first time) and gate."""
     with GATE.first_step(), GATE.work("train", str(w.device), tuple(item.hidden.shape), item.hidden.dtype):
         result = md.row_loss(w.drafter, w.embed, w.head, item.hidden, item.slots[0], w.make_mask, w.spec)
         result.loss.backward()
@@ -760,8 +784,7 @@ def learning_rate(step, horizon):
     return LR * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, horizon - warm)))
 
 
-# ------------------------------------------------------------------------------------------------------ evaluation
-
+# ------------------------------------------------------------------------------------------ evaluation
 
 class EvalSums:
     """Sums of one drafter's share of the held-out rows; added up over drafters on the host."""
@@ -779,31 +802,33 @@ class EvalSums:
 
     def metrics(self):
         every = [p for produced in self.passes.values() for p in produced]
-        out = {"eval_loss": self.loss / max(self.denominator, 1e-9), "tau": float(np.mean(every)) if every else 1.0,
+        out = {"eval_loss": self.loss / max(self.denominator, 1e-9),
+               "tau": float(np.mean(every)) if every else 1.0,
                "acc_k": [round(float(r / max(c, 1)), 4) for r, c in zip(self.right[1:], self.counts[1:])]}
         if len(self.passes) > 1:
-            out["tau_by_source"] = {s or "none": float(np.mean(p)) for s, p in sorted(self.passes.items()) if p}
+            out["tau_by_source"] = {
+                source or "none": float(np.mean(p)) for source, p in sorted(self.passes.items()) if p}
         return out
 
 
 @torch.no_grad()
 def evaluate_row(w, item, sums):
-    """All valid anchors of a held-out row at the training shape, then the walk of every answer on the host."""
+    """All valid anchors of a held-out row at the training shape, then each answer's walk on the host."""
     with GATE.work("eval", str(w.device), tuple(item.hidden.shape), item.hidden.dtype):
-        results = [md.row_loss(w.drafter, w.embed, w.head, item.hidden, s, w.make_mask, w.spec) for s in item.slots]
+        results = [md.row_loss(w.drafter, w.embed, w.head, item.hidden, slots, w.make_mask, w.spec)
+                   for slots in item.slots]
     length = run_length(item.row.turn, item.row.doc)
-    anchors = np.flatnonzero(length >= 1)
+    anchors, slot = np.flatnonzero(length >= 1), np.arange(BLOCK_SIZE)
     matches = np.zeros(len(length), dtype=np.int64)
     matches[anchors] = torch.cat([r.matches for r in results])[:len(anchors)].cpu().numpy()
-    slot = np.arange(BLOCK_SIZE)
     sums.counts += ((slot >= 1) & (slot <= length[anchors, None])).sum(0)
     sums.right += sum(r.correct.sum(0).cpu().numpy() for r in results)
     sums.loss += sum(r.loss.item() for r in results)
     sums.denominator += sum(r.denominator.item() for r in results)
-    starts = anchors[(anchors == 0) | (length[anchors - 1] != length[anchors] + 1)]  # first token of each answer
-    for a in starts:
+    for a in anchors[(anchors == 0) | (length[anchors - 1] != length[anchors] + 1)]:  # an answer's first
         n_tokens = int(length[a]) + 1
-        sums.passes.setdefault(item.row.sources[item.row.doc[a]], []).extend(md.walk(matches[a:a + n_tokens], n_tokens))
+        produced = md.walk(matches[a:a + n_tokens], n_tokens)
+        sums.passes.setdefault(item.row.sources[item.row.doc[a]], []).extend(produced)
 
 
 def evaluate(run, w, plan):
@@ -819,7 +844,7 @@ def evaluate(run, w, plan):
 
 
 def drafter_worker(run, d):
-    """Thread d: one plan after the other. Everything that all threads must agree on is decided in `run.meet`."""
+    """Thread d: one plan after the other. What all threads must agree on is decided in `run.meet`."""
     w = run.replicas[d]
     run.enter_thread(w.device)
     for plan in run.plans():
@@ -834,7 +859,7 @@ def drafter_worker(run, d):
             run.log_if_due(w, plan.step + 1)
 
 
-# ------------------------------------------------------------------------------------------------------ checkpoints
+# ----------------------------------------------------------------------------------------- checkpoints
 # what a resumed run must share with the one that wrote the checkpoint; the rest may change and is printed
 FIXED = ("SEED", "SEQ_LEN", "NUM_ANCHORS", "ROWS_PER_STEP", "LOSS", "CHAT_TEMPLATE_KWARGS")
 
@@ -861,12 +886,17 @@ def point(link, target):
     os.replace(new, link)
 
 
+def masters_of(state):
+    """The weights in a trainer's state, by their published names."""
+    return {k.removeprefix("master."): v for k, v in state.items() if k.startswith("master.")}
+
+
 def write_checkpoint(out, step, config, state, info):
     """OUT/step_N, complete or not there: temporary name, fsync, rename. -> its path."""
     final, part = out / f"step_{step:08d}", out / f".part_step_{step:08d}"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    md.save_drafter(part, config, {k.removeprefix("master."): v for k, v in state.items() if k.startswith("master.")})
+    md.save_drafter(part, config, masters_of(state))
     save_file(state, part / "trainer.safetensors")
     files = {p.name: checksum(p) for p in sorted(part.iterdir())}
     (part / "trainer.json").write_text(json.dumps({**info, "files": files}, indent=1))
@@ -898,56 +928,48 @@ def step_directories(out):
 def find_checkpoint(out):
     """RESUME -> (path, info, state) or None. A damaged newest one is named, and the one before it is used."""
     if RESUME not in ("auto", "no"):
-        try:
+        with refusing(f"RESUME = {RESUME}: not a complete checkpoint of this trainer", ValueError):
             return Path(RESUME), *read_checkpoint(Path(RESUME))
-        except ValueError as e:
-            raise UserError(f"RESUME = {RESUME}: not a complete checkpoint of this trainer ({e})") from None
     for part in out.glob(".part_*"):  # a save that was cut off
         shutil.rmtree(part)
     found = step_directories(out)
-    if (out / "latest").exists():  # what a run that went back to an older checkpoint left behind is not the newest
+    if (out / "latest").exists():  # newer ones were left behind by a run that went back to it
         found = [p for p in found if p.name <= os.readlink(out / "latest")]
-    if RESUME == "no" and (found or (out / "metrics.jsonl").exists()):
-        raise UserError(f"RESUME = no, but OUT = {out} holds a run already: choose another OUT, or RESUME=auto")
+    need(RESUME == "auto" or not found and not (out / "metrics.jsonl").exists(),
+         f"RESUME = no, but OUT = {out} holds a run already: choose another OUT, or RESUME=auto")
     for path in found:
         try:
             return path, *read_checkpoint(path)
         except ValueError as e:
             print(f"checkpoint {path} is damaged ({e}): using the one before it")
-    if found:
-        raise UserError(f"OUT = {out}: none of its {len(found)} checkpoints is complete; move them away to start anew")
+    need(not found, f"OUT = {out}: its {len(found)} checkpoints are all damaged; move them to start anew")
     return None
 
 
 def check_resume(path, info, run):
     """Refuse what can't continue, naming both values; print what merely changed."""
-    theirs = info["constants"]
+    theirs, ours, data = info["constants"], constants(), run.train_rows.conversations.fingerprint
     for name in FIXED:
-        if theirs[name] != globals()[name]:
-            raise UserError(f"{name} = {globals()[name]!r}, but {path} was trained with {theirs[name]!r}: it can't be resumed so")
-    if info["horizon"] != run.horizon:
-        raise UserError(f"the schedule's horizon is {run.horizon} steps, but {path} was trained for {info['horizon']}: "
-                        f"set STEPS={info['horizon']} (STOP_AT ends early without changing it)")
-    if info["data"] != run.train_rows.conversations.fingerprint:
-        raise UserError(f"DATA = {DATA} has fingerprint {run.train_rows.conversations.fingerprint}, but {path} was trained on {info['data']}")
+        need(theirs[name] == ours[name], f"{name} = {ours[name]!r}, but {path} has {theirs[name]!r}")
+    need(info["horizon"] == run.horizon, f"the schedule's horizon is {run.horizon} steps, but {path} has "
+         f"{info['horizon']}: set STEPS={info['horizon']} (STOP_AT ends early without changing it)")
+    need(info["data"] == data, f"DATA = {DATA} has fingerprint {data}, but {path} has {info['data']}")
     changed = md.differences(run.config, md.config_from_json(json.loads((path / "config.json").read_text())))
-    if changed:
-        raise UserError(f"{path} is another drafter: {'; '.join(changed)}")
-    for name in sorted(set(theirs) & set(CONSTANTS)):
-        if theirs[name] != globals()[name] and name not in ("RESUME", "CKPT", "PROMPT"):
-            print(f"resume: {name} was {theirs[name]!r}, now {globals()[name]!r}")
+    need(not changed, f"{path} is another drafter: {'; '.join(changed)}")
+    for name in sorted(set(theirs) & set(ours) - {"RESUME", "CKPT", "PROMPT"}):
+        if theirs[name] != ours[name]:
+            print(f"resume: {name} was {theirs[name]!r}, now {ours[name]!r}")
 
 
 class Saver:
-    """Writes checkpoints in a thread of its own, one at a time. A full disk is said at once and tried again at the next save."""
+    """Writes checkpoints in a thread of its own, one at a time; after a failure the next save tries again."""
 
     def __init__(self, run):
         self.run, self.thread, self.failed = run, None, None
 
-    def start(self, step, state, info, best):
+    def start(self, *args):
         self.wait()
-        self.thread = threading.Thread(target=self.run.guarded, args=(self.write, step, state, info, best), name="saver")
-        self.thread.start()
+        self.thread = start_thread("saver", self.run.guarded, self.write, *args, daemon=False)
 
     def write(self, step, state, info, best):
         out = self.run.out
@@ -979,8 +1001,7 @@ class Saver:
             self.thread.join()
 
 
-# ---------------------------------------------------------------------------------------------------------- the run
-
+# --------------------------------------------------------------------------------------------- the run
 
 class Plan(NamedTuple):
     step: int        # updates done before it
@@ -993,24 +1014,22 @@ class Run(flex_utils.Crew):
 
     def __init__(self, out):
         super().__init__(len(DRAFTER_DEVICES))
-        self.out, self.first, self.ending, self.signal = out, 0, False, None
+        self.out, self.first, self.evaluated_before = out, 0, None  # of the checkpoint that was resumed
+        # what a checkpoint brings back; window: [step, rows of its ring] since the last log line
+        self.kept = {"best": None, "low_loss": None, "turned": False, "skipped": 0, "bad_run": 0,
+                     "evaluated": None, "window": []}
+        self.ending, self.signal, self.fresh_best = False, None, False
         self.log_lock, self.saver, self.bar, self.board = threading.Lock(), Saver(self), None, None
-        self.skipped, self.bad_run, self.best, self.fresh_best = 0, 0, None, False  # kept in checkpoints, but the last
-        self.turned, self.low_loss, self.evaluated, self.window = False, None, None, []
-        self.evaluated_before = None  # step of the evaluation that the resumed checkpoint holds
-        self.unread, self.timed, self.reduce_s = 0, 0, 0.0
-        n = len(DRAFTER_DEVICES)
-        self.queues = [[queue.Queue(QUEUE_DEPTH) for _ in range(n)] for _ in TARGET_DEVICES]
-        self.target_wait, self.drafter_wait = [0.0] * len(TARGET_DEVICES), [0.0] * n
-        self.window_start, self.eval_s = None, 0.0
+        self.queues = [[queue.Queue(QUEUE_DEPTH) for _ in DRAFTER_DEVICES] for _ in TARGET_DEVICES]
+        self.restart_window(0)
 
     # ---- the order of work
     def plans(self):
         """The same sequence in every thread."""
         for step in range(self.first, self.last + 1):
-            due = EVAL_EVERY > 0 and (step in (0, self.last) or step % EVAL_EVERY == 0) and step != self.evaluated_before
+            due = EVAL_EVERY > 0 and (step == self.last or step % EVAL_EVERY == 0)
             rows = range(step * ROWS_PER_STEP, (step + 1) * ROWS_PER_STEP) if step < self.last else range(0)
-            yield Plan(step, due, rows)
+            yield Plan(step, due and step != self.evaluated_before, rows)
 
     def jobs(self):
         """(kind, index) of every row in the order in which it is used; job j is target j mod T's."""
@@ -1029,7 +1048,7 @@ class Run(flex_utils.Crew):
             began = time.perf_counter()
             item = self.wait_for(lambda: self.queues[t][w.index].get(timeout=0.5), queue.Empty)
             self.drafter_wait[w.index] += time.perf_counter() - began
-            assert (item.kind, item.index) == (kind, index), f"expected {kind} row {index}, got {item.kind} {item.index}"
+            assert item[:2] == (kind, index), f"expected {kind} row {index}, got {item.kind} {item.index}"
             flex_utils.receive((item.hidden, *(t for s in item.slots for t in s)), item.ready, w.device)
             yield item
 
@@ -1037,11 +1056,12 @@ class Run(flex_utils.Crew):
         self.wait_for(lambda: self.queues[t][d].put(item, timeout=0.5), queue.Full)
 
     def state(self):
-        return f"queues [target][drafter] {[[q.qsize() for q in row] for row in self.queues]}; {GATE.holder()}"
+        fills = [[q.qsize() for q in row] for row in self.queues]
+        return f"queues [target][drafter] {fills}; {GATE.holder()}"
 
     # ---- threads and signals
     def enter_thread(self, device):
-        """First thing in every worker: device, intra-op threads, compile settings (they belong to the thread)."""
+        """First thing in every worker: device, intra-op threads, compile settings (the thread's own)."""
         if device.type == "cuda":
             torch.cuda.set_device(device)
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // (len(TARGET_DEVICES) + len(DRAFTER_DEVICES))))
@@ -1055,7 +1075,7 @@ class Run(flex_utils.Crew):
 
     # ---- once a step
     def average(self, step):
-        """Gradients and statistics summed over drafters, in every replica. Ends the run's step: the decision to stop too."""
+        """Gradients and statistics summed over drafters, in every replica; the decision to stop."""
         began = time.perf_counter()
         lists = []
         for w in self.replicas:
@@ -1069,143 +1089,150 @@ class Run(flex_utils.Crew):
         self.ending = self.signal is not None
 
     def merge_evaluation(self, step):
-        total = EvalSums()
+        total, kept, low = EvalSums(), self.kept, self.kept["low_loss"]
         for w in self.replicas:
             total.add(w.sums)
         metrics = total.metrics()
+        loss, tau = metrics["eval_loss"], metrics["tau"]
         self.record({"step": step, **metrics})
-        self.say(f"eval step {step} | eval_loss {metrics['eval_loss']:.4f} | tau {metrics['tau']:.3f} | acc_k "
+        self.say(f"eval step {step} | eval_loss {loss:.4f} | tau {tau:.3f} | acc_k "
                  + " ".join(f"{a:.3f}" for a in metrics["acc_k"]))
-        self.evaluated = step
-        self.fresh_best = step > 0 and (self.best is None or metrics["tau"] > self.best["tau"])
+        kept["evaluated"] = step
+        self.fresh_best = step > 0 and (kept["best"] is None or tau > kept["best"]["tau"])
         if self.fresh_best:
-            self.best = {"step": step, "tau": metrics["tau"]}
-        if self.low_loss is not None and metrics["eval_loss"] > self.low_loss["eval_loss"] and not self.turned:
-            self.turned = True
-            self.say(f"held-out loss turned: {self.low_loss['eval_loss']:.4f} at step {self.low_loss['step']}, now {metrics['eval_loss']:.4f}; "
+            kept["best"] = {"step": step, "tau": tau}
+        if low is not None and loss > low["eval_loss"] and not kept["turned"]:
+            kept["turned"] = True
+            self.say(f"held-out loss turned: {low['eval_loss']:.4f} at step {low['step']}, now {loss:.4f}; "
                      f"the best by tau is kept as {self.out / 'best'}")
-        if self.low_loss is None or metrics["eval_loss"] < self.low_loss["eval_loss"]:
-            self.low_loss = {"step": step, "eval_loss": metrics["eval_loss"]}
+        if low is None or loss < low["eval_loss"]:
+            kept["low_loss"] = {"step": step, "eval_loss": loss}
 
     def save_if_due(self, w, plan):
-        last = self.ending or not plan.rows
         best, self.fresh_best = self.fresh_best and plan.evaluate, False
+        last = self.ending or not plan.rows
         if plan.step > self.first and (best or last or plan.step % SAVE_EVERY == 0):
             self.read_ring(w, plan.step)
-            info = {"step": plan.step, "horizon": self.horizon, "data": self.train_rows.conversations.fingerprint, "best": self.best,
-                    "low_loss": self.low_loss, "turned": self.turned, "skipped": self.skipped, "bad_run": self.bad_run,
-                    "evaluated": self.evaluated, "window": [[s, rows.tolist()] for s, rows in self.window],
-                    "constants": {n: globals()[n] for n in CONSTANTS}}
+            info = {"step": plan.step, "horizon": self.horizon,
+                    "data": self.train_rows.conversations.fingerprint, **self.kept, "constants": constants()}
             self.saver.start(plan.step, w.state(), info, best)
             self.tick()
 
     def read_ring(self, w, step):
         """Statistics of the steps since the last reading -> host rows (the one device sync of a window)."""
-        ring = w.ring.cpu().numpy()
-        fresh = [(s, ring[s % LOG_EVERY]) for s in range(step - self.unread, step)]
-        self.unread = 0
+        ring, kept = w.ring.tolist(), self.kept
+        fresh, self.read = [[s, ring[s % LOG_EVERY]] for s in range(self.read, step)], step
         for s, rows in fresh:
-            norm, skip, bad, first_bad, _ = rows[-1]
-            self.skipped += int(skip)
-            self.bad_run = self.bad_run + 1 if bad else 0
+            _, skip, bad, first_bad, _ = rows[-1]
+            kept["skipped"] += int(skip)
+            kept["bad_run"] = kept["bad_run"] + 1 if bad else 0
             if bad:
-                self.report_bad(w, s, rows[:-1], list(w.params)[int(first_bad)])
-        self.window += fresh
+                self.report_bad(s, rows[:-1], list(w.params)[int(first_bad)])
+        kept["window"] = kept["window"] + fresh  # a new list: the saver's thread may be writing the old one
 
-    def report_bad(self, w, step, rows, name):
-        guilty = [step * ROWS_PER_STEP + int(i) for i in np.flatnonzero(rows[:, BAD])]  # R is a multiple of the index below
+    def report_bad(self, step, rows, name):
+        guilty = [step * ROWS_PER_STEP + i for i, row in enumerate(rows) if row[BAD]]
         guilty = guilty or list(range(step * ROWS_PER_STEP, (step + 1) * ROWS_PER_STEP))
-        line = {"step": step + 1, "rows": guilty, "first_bad_tensor": name}
-        with open(self.out / "bad_steps.jsonl", "a") as f:
-            f.write(json.dumps(line) + "\n")
-        self.say(f"WARNING: step {step + 1} was not finite and was skipped; rows {guilty}; first bad gradient {name}")
-        if self.bad_run >= K_BAD:
-            raise UserError(f"{self.bad_run} steps in a row were not finite (K_BAD = {K_BAD}); rows {guilty}, first bad gradient {name}")
+        bad = {"step": step + 1, "rows": guilty, "first_bad_tensor": name}
+        append_json(self.out / "bad_steps.jsonl", bad)
+        where, n = f"rows {guilty}; first bad gradient {name}", self.kept["bad_run"]
+        self.say(f"WARNING: step {step + 1} was not finite and was skipped; {where}")
+        need(n < K_BAD, f"{n} steps in a row were not finite (K_BAD = {K_BAD}); {where}")
 
     def log_if_due(self, w, step):
-        self.unread, self.timed = self.unread + 1, self.timed + 1
         if self.bar:
             self.bar.update(1)
         if step % LOG_EVERY and step != self.last and not self.ending:
             return
         self.read_ring(w, step)
-        steps, self.window = self.window, []
-        now = time.perf_counter()
-        wall, n = now - self.window_start - self.eval_s, self.timed
-        sums = np.stack([rows[:-1].sum(0) for _, rows in steps])        # (n, 5)
-        losses = [r[LOSS_SUM] / r[DENOMINATOR] for r in sums if np.isfinite(r[LOSS_SUM]) and r[DENOMINATOR] > 0]
+        n, wall = step - self.logged, time.perf_counter() - self.window_start - self.eval_s
+        steps, self.kept["window"] = [rows for _, rows in self.kept["window"]], []
+        sums = np.stack([np.sum(rows[:-1], 0) for rows in steps])       # (steps, 5)
         good = sums[np.isfinite(sums[:, LOSS_SUM])]
-        norms = [rows[-1][0] for _, rows in steps if np.isfinite(rows[-1][0])]
+        losses = [r[LOSS_SUM] / r[DENOMINATOR] for r in good if r[DENOMINATOR] > 0]
+        norms = [rows[-1][0] for rows in steps if np.isfinite(rows[-1][0])]
+        wait, target_wait = float(np.mean(self.drafter_wait)), float(np.mean(self.target_wait))
         values = {
             "step": step, "loss": float(np.mean(losses)) if losses else None,
-            "accept_len": float(1 + good[:, MATCHES].sum() / max(1, good[:, ANCHORS].sum())), "lr": learning_rate(step - 1, self.horizon),
-            "grad_norm": float(norms[-1]) if norms else None, "tokens_per_s": round(self.tokens_between(steps[-n:]) / wall, 1),
-            "step_ms": round(1e3 * wall / n, 2), "wait_ms": round(1e3 * float(np.mean(self.drafter_wait)) / n, 2),
-            "target_wait_ms": round(1e3 * float(np.mean(self.target_wait)) / n, 2), "reduce_ms": round(1e3 * self.reduce_s / n, 2),
-            "queue": sum(q.qsize() for row in self.queues for q in row), "mem_gib": memory_gib(), "skipped": self.skipped,
-            "bad_rows": self.train_rows.conversations.stats["bad"]}
+            "accept_len": float(1 + good[:, MATCHES].sum() / max(1, good[:, ANCHORS].sum())),
+            "lr": learning_rate(step - 1, self.horizon), "grad_norm": norms[-1] if norms else None,
+            "tokens_per_s": round(self.tokens_between(self.logged, step) / wall, 1),
+            "step_ms": round(1e3 * wall / n, 2), "wait_ms": round(1e3 * wait / n, 2),
+            "target_wait_ms": round(1e3 * target_wait / n, 2), "reduce_ms": round(1e3 * self.reduce_s / n, 2),
+            "queue": sum(q.qsize() for row in self.queues for q in row), "mem_gib": memory_gib(),
+            "skipped": self.kept["skipped"], "bad_rows": self.train_rows.conversations.stats["bad"]}
         self.record(values)
-        self.say(" | ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()))
-        self.restart_window()
+        texts = {k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in values.items()}
+        self.say(" | ".join(f"{k} {text}" for k, text in texts.items()))
+        self.restart_window(step)
 
-    def tokens_between(self, steps):
+    def tokens_between(self, first, last):
         lengths = self.train_rows.conversations.lengths
-        return sum(int(lengths[self.train_rows.locate(s * ROWS_PER_STEP + r)[1]].sum()) for s, _ in steps for r in range(ROWS_PER_STEP))
+        return sum(int(lengths[self.train_rows.locate(i)[1]].sum())
+                   for i in range(first * ROWS_PER_STEP, last * ROWS_PER_STEP))
 
-    def restart_window(self):
-        self.window_start, self.timed, self.eval_s, self.reduce_s = time.perf_counter(), 0, 0.0, 0.0
+    def restart_window(self, step):
+        """Timing starts anew at `step`, up to which the ring has been read."""
+        self.read = self.logged = step
+        self.window_start, self.eval_s, self.reduce_s = time.perf_counter(), 0.0, 0.0
         self.drafter_wait, self.target_wait = [0.0] * len(DRAFTER_DEVICES), [0.0] * len(TARGET_DEVICES)
 
     def record(self, values):
         """One JSON object a line in metrics.jsonl; tensorboard too, where it is installed."""
-        with open(self.out / "metrics.jsonl", "a") as f:
-            f.write(json.dumps(values) + "\n")
-        if self.board:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self.board.add_scalar(name, value, values["step"])
+        append_json(self.out / "metrics.jsonl", values)
+        for name, value in values.items() if self.board else ():
+            if isinstance(value, (int, float)):
+                self.board.add_scalar(name, value, values["step"])
 
     def say(self, text):
-        with self.log_lock:
+        with self.log_lock, open(self.out / "train.log", "a") as f:
             tqdm.write(text) if self.bar else print(text, flush=True)
-            with open(self.out / "train.log", "a") as f:
-                f.write(text + "\n")
+            f.write(text + "\n")
+
+
+def start_thread(name, work, *args, daemon=True):
+    thread = threading.Thread(target=work, args=args, name=name, daemon=daemon)
+    thread.start()
+    return thread
+
+
+def append_json(path, values):
+    with open(path, "a") as f:
+        f.write(json.dumps(values) + "\n")
 
 
 def memory_gib():
     """Largest peak over the GPUs; the process's own peak where there is none."""
     used = [torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())]
-    if any(used):
-        return round(max(used) / 2**30, 2)
-    import resource
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
+    peak = max(used, default=0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
+    return round(peak / 2**30, 2)
 
 
-# ----------------------------------------------------------------------------------------------------------- main
-
+# ------------------------------------------------------------------------------------------------ main
 
 @contextmanager
 def only_run_in(out):
     """Two runs never share one OUT."""
-    out.mkdir(parents=True, exist_ok=True)
-    lock = open(out / ".lock", "a+")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.seek(0)
-        raise UserError(f"OUT = {out} is in use by another run (process {lock.read().strip() or 'unknown'})") from None
-    lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
-    try:
+    with refusing(f"OUT = {out}: not a directory that can be written", OSError):
+        out.mkdir(parents=True, exist_ok=True)
+        lock = open(out / ".lock", "a+")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            owner = lock.read().strip() or "unknown"
+            raise UserError(f"OUT = {out} is in use by another run (process {owner})") from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
         yield
-    finally:
-        lock.close()
 
 
 def commit():
     try:
-        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent,
+                              capture_output=True, text=True)
         return done.stdout.strip() or None
     except OSError:
         return None
@@ -1223,56 +1250,60 @@ def tensorboard(out):
 
 def describe_run(run):
     """Head of the log and OUT/run.json."""
-    facts = {"torch": torch.__version__, "transformers": transformers.__version__, "safetensors": safetensors.__version__,
-             "python": sys.version.split()[0], "commit": commit(),
+    stats, n_rows = run.train_rows.conversations.stats, run.train_rows.total(1)
+    facts = {"torch": torch.__version__, "transformers": transformers.__version__,
+             "safetensors": safetensors.__version__, "python": sys.version.split()[0], "commit": commit(),
              "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-             "trainable_parameters": sum(m.numel() for m in run.replicas[0].masters.values()), "horizon": run.horizon,
-             "data": run.train_rows.conversations.stats, "drafter": md.config_json(run.config),
-             "constants": {n: globals()[n] for n in CONSTANTS}}
-    (run.out / "run.json").write_text(json.dumps(facts, indent=1, default=str))
+             "trainable_parameters": sum(m.numel() for m in run.replicas[0].masters.values()),
+             "horizon": run.horizon}
     for name, value in facts.items():
-        if name not in ("drafter", "constants", "data"):
-            run.say(f"{name}: {value}")
-    run.say("constants: " + ", ".join(f"{n}={globals()[n]!r}" for n in CONSTANTS))
-    stats, rows = run.train_rows.conversations.stats, run.train_rows.total(1)
-    run.say(f"{stats['rows']} conversations, {stats['tokens']} tokens, supervised {stats['supervised'] / stats['tokens']:.3f}; {rows} rows of {SEQ_LEN} an "
-            f"epoch; steps {run.first} to {run.last} of {run.horizon}; {ROWS_PER_STEP} rows a step over {len(DRAFTER_DEVICES)} drafters "
-            f"({ROWS_PER_STEP / len(DRAFTER_DEVICES):.3g} each); targets on {TARGET_DEVICES}, drafters on {DRAFTER_DEVICES}")
+        run.say(f"{name}: {value}")
+    facts.update(data=stats, drafter=md.config_json(run.config), constants=constants())
+    (run.out / "run.json").write_text(json.dumps(facts, indent=1, default=str))
+    run.say("constants: " + ", ".join(f"{n}={v!r}" for n, v in constants().items()))
+    run.say(f"{stats['rows']} conversations, {stats['tokens']} tokens, "
+            f"supervised {stats['supervised'] / stats['tokens']:.3f}; {n_rows} rows of {SEQ_LEN} an epoch; "
+            f"steps {run.first} to {run.last} of {run.horizon}; "
+            f"{ROWS_PER_STEP} rows a step over {len(DRAFTER_DEVICES)} drafters "
+            f"({ROWS_PER_STEP / len(DRAFTER_DEVICES):.3g} each); "
+            f"targets on {TARGET_DEVICES}, drafters on {DRAFTER_DEVICES}")
 
 
 def read_data(run, tokenizer, vocab):
     """Rows to train on and rows to evaluate on, before any GPU work."""
     run.train_rows = RowStream(read_conversations(DATA, tokenizer, "DATA", vocab, run.out))
-    run.eval_rows = EvalRows(read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", vocab, run.out)) if EVAL_EVERY else None
-    lengths = run.train_rows.conversations.lengths
-    run.shapes = target_shapes(lengths if run.eval_rows is None else np.concatenate([lengths, run.eval_rows.conversations.lengths]), SEQ_LEN)
+    lengths, run.eval_rows = run.train_rows.conversations.lengths, None
+    if EVAL_EVERY:
+        run.eval_rows = EvalRows(read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", vocab, run.out))
+        lengths = np.concatenate([lengths, run.eval_rows.conversations.lengths])
+    run.shapes = target_shapes(lengths, SEQ_LEN)
     run.horizon = STEPS or run.train_rows.total(EPOCHS) // ROWS_PER_STEP
-    if run.horizon < 1:
-        raise UserError(f"DATA = {DATA} gives {run.train_rows.total(EPOCHS)} rows in EPOCHS = {EPOCHS}, fewer than ROWS_PER_STEP = {ROWS_PER_STEP}")
+    need(run.horizon, f"DATA = {DATA}: EPOCHS = {EPOCHS} give too few rows, ROWS_PER_STEP = {ROWS_PER_STEP}")
     run.last = min(run.horizon, STOP_AT or run.horizon)
 
 
+def load_drafter(name):
+    """The drafter checkpoint that the constant `name` says -> (config, weights)."""
+    with refusing(f"{name} = {globals()[name]}: not a drafter checkpoint", OSError, ValueError,
+                  safetensors.SafetensorError):
+        return md.load_drafter(globals()[name])
+
+
 def start_weights(run, found):
-    """-> (weights by name, trainer state or None): a checkpoint of OUT, INIT_FROM, or fresh ones from SEED."""
+    """-> (weights, trainer state or None): a checkpoint of OUT, INIT_FROM, or fresh ones from SEED."""
     if found:
         path, info, state = found
         check_resume(path, info, run)
-        run.first, run.skipped, run.bad_run, run.best = info["step"], info["skipped"], info["bad_run"], info["best"]
-        run.low_loss, run.turned = info["low_loss"], info["turned"]
-        run.evaluated = run.evaluated_before = info["evaluated"]
-        run.window = [(s, np.array(rows)) for s, rows in info["window"]]
+        run.first, run.evaluated_before = info["step"], info["evaluated"]
+        run.kept = {name: info[name] for name in run.kept}
         truncate_metrics(run.out, run.first)
         print(f"resuming from {path}, step {run.first}")
-        return {k.removeprefix("master."): v for k, v in state.items() if k.startswith("master.")}, state
+        return masters_of(state), state
     truncate_metrics(run.out, -1)  # of a run that was killed before its first save
     if INIT_FROM:
-        try:
-            theirs, weights = md.load_drafter(INIT_FROM)
-        except (OSError, ValueError, safetensors.SafetensorError) as e:
-            raise UserError(f"INIT_FROM = {INIT_FROM}: not a drafter checkpoint: {e}") from None
+        theirs, weights = load_drafter("INIT_FROM")
         wrong = md.differences(run.config, theirs)
-        if wrong:
-            raise UserError(f"INIT_FROM = {INIT_FROM} doesn't fit: {'; '.join(wrong)}")
+        need(not wrong, f"INIT_FROM = {INIT_FROM} doesn't fit: {'; '.join(wrong)}")
         return weights, None
     drafter = md.Drafter(run.config, None)
     drafter.init_weights(SEED)
@@ -1283,15 +1314,16 @@ def truncate_metrics(out, step):
     """Lines of steps that will be trained again leave the metrics and the list of bad steps."""
     for path in (out / "metrics.jsonl", out / "bad_steps.jsonl"):
         if path.exists():
-            lines = [x for x in path.read_text().splitlines() if x.endswith("}") and json.loads(x)["step"] <= step]
+            lines = [x for x in path.read_text().splitlines() if x.endswith("}")]
+            lines = [x for x in lines if json.loads(x)["step"] <= step]
             path.with_suffix(".new").write_text("".join(x + "\n" for x in lines))
             os.replace(path.with_suffix(".new"), path)
 
 
 def check_devices(run, targets, drafters):
     """Every pair of devices that copies will cross, before any weight does."""
-    pairs = [(targets[0], t) for t in targets] + [(t, d) for t in targets for d in drafters] + [(a, b) for a in drafters for b in drafters]
-    run.bad_pairs = flex_utils.check_pairs(pairs)
+    pairs = itertools.product(targets[:1], targets), itertools.product(targets + drafters, drafters)
+    run.bad_pairs = flex_utils.check_pairs(itertools.chain(*pairs))
     for a, b in sorted(run.bad_pairs, key=str):
         print(f"direct copies {a} -> {b} arrive damaged on this machine: they go through host memory")
         os.environ["NCCL_P2P_DISABLE"] = "1"
@@ -1304,40 +1336,37 @@ def build(run):
     read_data(run, tokenizer, config.get_text_config().vocab_size)
     run.tick()
     run.config = drafter_config(config, tokenizer)
-    run.weights, state = start_weights(run, find_checkpoint(run.out))
-    check_head_dim(run.config)
-    preflight(run)
+    weights, state = start_weights(run, find_checkpoint(run.out))
+    preflight(run, weights)
     targets, drafters = [torch.device(d) for d in TARGET_DEVICES], [torch.device(d) for d in DRAFTER_DEVICES]
     check_devices(run, targets, drafters)
     model = load_target(targets[0])
     run.tick()
-    run.config = replace(run.config, input_embedding_scale=embedding_scale(model.get_input_embeddings()))
+    embed, head, decoder = model.get_input_embeddings(), head_of(model), model.get_decoder()
+    run.config = replace(run.config, input_embedding_scale=embedding_scale(embed))
     prove_target(model, run.config, run.train_rows.conversations, tokenizer)
-    shared = {d: (replica_of(model.get_input_embeddings(), d, run.bad_pairs), replica_of(head_of(model), d, run.bad_pairs))
-              for d in dict.fromkeys(drafters)}
-    first = cut_after(model.get_decoder(), run.config.target_layer_ids[-1])
-    del model  # the head and the last layers leave the target's GPU here
-    run.decoders = [first] + [replica_of(first, d, run.bad_pairs) for d in targets[1:]]
-    run.replicas = [Replica(i, run.config, d, *shared[d], run.weights) for i, d in enumerate(drafters)]
-    for w in run.replicas:
-        if state:
-            w.load_state(state)
-    run.weights = None  # host copy: 7 GB at the 27B shape
+    shared = {d: [replica_of(module, d, run.bad_pairs) for module in (embed, head)] for d in set(drafters)}
+    decoder.layers = decoder.layers[:run.config.target_layer_ids[-1] + 1]  # the rest feeds nothing
+    del model, head  # the head and the last layers leave the target's GPU here
+    run.decoders = [decoder] + [replica_of(decoder, d, run.bad_pairs) for d in targets[1:]]
+    run.replicas = [Replica(i, run.config, d, *shared[d], weights) for i, d in enumerate(drafters)]
+    for w in run.replicas if state else ():
+        w.load_state(state)
     run.tick()
 
 
 def run_threads(run):
     """Start all workers, wait for the drafters, end the rest. Leaves no thread behind."""
-    workers = [threading.Thread(target=run.guarded, args=(target_worker, run, t), name=f"target-{t}", daemon=True) for t in range(len(TARGET_DEVICES))]
-    drafters = [threading.Thread(target=run.guarded, args=(drafter_worker, run, d), name=f"drafter-{d}", daemon=True) for d in range(len(DRAFTER_DEVICES))]
-    for thread in (*workers, *drafters):
-        thread.start()
+    targets = [start_thread(f"target-{t}", run.guarded, target_worker, run, t)
+               for t in range(len(TARGET_DEVICES))]
+    drafters = [start_thread(f"drafter-{d}", run.guarded, drafter_worker, run, d)
+                for d in range(len(DRAFTER_DEVICES))]
     for thread in drafters:
         while thread.is_alive():
             thread.join(0.2)  # short, so that this thread sees signals
     run.saver.wait()
     run.stop.set()
-    for thread in (*workers, *drafters):
+    for thread in (*targets, *drafters):
         thread.join(10)
         if thread.is_alive():
             print(f"thread {thread.name} does not end; leaving without it", flush=True)
@@ -1364,20 +1393,20 @@ def train():
     out = Path(OUT)
     with only_run_in(out):
         run = Run(out)
-        watchdog = threading.Thread(target=run.watchdog, args=(STALL_S, run.state), name="watchdog", daemon=True)
-        watchdog.start()
+        watchdog = start_thread("watchdog", run.watchdog, STALL_S, run.state)
         try:
             build(run)
             run.board = tensorboard(out)
             describe_run(run)
-            unforbid = GATE.forbid_compiles_outside()
-            with signals_of(run), tqdm(total=run.last, initial=run.first, unit="step", disable=not sys.stderr.isatty()) as bar:
-                run.bar = bar if not bar.disable else None
-                run.restart_window()
+            allow_compiles = GATE.forbid_compiles_outside()
+            hidden = not sys.stderr.isatty()
+            with signals_of(run), tqdm(total=run.last, initial=run.first, unit="step", disable=hidden) as bar:
+                run.bar = None if bar.disable else bar
+                run.restart_window(run.first)
                 try:
                     run_threads(run)
                 finally:
-                    unforbid()
+                    allow_compiles()
                     run.bar = None
         finally:
             run.stop.set()
@@ -1386,31 +1415,29 @@ def train():
 
 
 def finish(run):
+    best, code, text = run.kept["best"], 0, f"done: {run.out / 'latest'}"
+    if best:
+        text += f"; best tau {best['tau']:.3f} at step {best['step']}"
     if run.error:
-        run.say(f"ERROR in {run.error}")
-        return EXIT_ERROR
-    if run.saver.failed:
-        run.say(f"ERROR: the last save failed: {run.saver.failed}")
-        return EXIT_ERROR
-    if run.signal:
-        run.say(f"ended by signal {run.signal}; `latest` is the last complete step")
-        return 128 + run.signal
-    run.say(f"done: {run.out / 'latest'}" + (f"; best tau {run.best['tau']:.3f} at step {run.best['step']}" if run.best else ""))
-    return 0
+        code, text = EXIT_ERROR, f"ERROR in {run.error}"
+    elif run.saver.failed:
+        code, text = EXIT_ERROR, f"ERROR: the last save failed: {run.saver.failed}"
+    elif run.signal:
+        code, text = 128 + run.signal, f"ended by signal {run.signal}; `latest` is the last complete step"
+    run.say(text)
+    return code
 
 
 def open_checkpoint():
     """CKPT and its target on TARGET_DEVICES[0], for `eval` and `generate`. -> (model, tokenizer, Replica)."""
-    try:
-        config, weights = md.load_drafter(CKPT)
-    except (OSError, ValueError, safetensors.SafetensorError) as e:
-        raise UserError(f"CKPT = {CKPT}: not a drafter checkpoint: {e}") from None
+    need(CKPT, "CKPT is empty: name a checkpoint directory")
+    need_devices("TARGET_DEVICES", TARGET_DEVICES[:1])
+    config, weights = load_drafter("CKPT")
     globals().update(BLOCK_SIZE=config.block_size, COMPILE=False)
     tokenizer, model = load_tokenizer(), load_target(TARGET_DEVICES[0])
-    text = model.config.get_text_config()
-    if (text.hidden_size, len(model.get_decoder().layers)) != (config.hidden_size, config.num_target_layers):
-        raise UserError(f"CKPT = {CKPT} was made for hidden size {config.hidden_size} and {config.num_target_layers} layers, TARGET = {TARGET} "
-                        f"has {text.hidden_size} and {len(model.get_decoder().layers)}")
+    here = model.config.get_text_config().hidden_size, len(model.get_decoder().layers)
+    there = config.hidden_size, config.num_target_layers
+    need(here == there, f"CKPT = {CKPT} is for hidden size and layers {there}, TARGET = {TARGET} has {here}")
     w = Replica(0, config, model.device, model.get_input_embeddings(), head_of(model), weights)
     w.drafter.eval()
     return model, tokenizer, w
@@ -1419,8 +1446,10 @@ def open_checkpoint():
 def evaluate_checkpoint():
     """`eval CKPT=...`: tau, held-out loss and acceptance by slot on EVAL_DATA. -> exit code."""
     model, tokenizer, w = open_checkpoint()
-    rows, sums, decoder = EvalRows(read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", w.drafter.config.vocab_size)), EvalSums(), model.get_decoder()
-    shapes, taps = target_shapes(rows.conversations.lengths, SEQ_LEN), md.Taps(decoder.layers, w.drafter.config.target_layer_ids)
+    config, decoder, sums = w.drafter.config, model.get_decoder(), EvalSums()
+    rows = EvalRows(read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", config.vocab_size))
+    shapes = target_shapes(rows.conversations.lengths, SEQ_LEN)
+    taps = md.Taps(decoder.layers, config.target_layer_ids)
     for i in tqdm(range(len(rows.rows)), unit="row", disable=not sys.stderr.isatty()):
         row, anchors = rows.row(i)
         with torch.no_grad():
@@ -1435,51 +1464,61 @@ def generate():
     """`generate CKPT=... PROMPT=...`: one prompt, plain greedy beside speculative. -> exit code."""
     model, tokenizer, w = open_checkpoint()
     w.drafter.attend = flex_utils.attend_dense
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": PROMPT}], add_generation_prompt=True, return_tensors="pt",
-                                        return_dict=True, **CHAT_TEMPLATE_KWARGS)["input_ids"].to(model.device)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": PROMPT}], add_generation_prompt=True, return_tensors="pt",
+        return_dict=True, **CHAT_TEMPLATE_KWARGS)["input_ids"].to(model.device)
     eos = model.generation_config.eos_token_id
-    stop = set(eos if isinstance(eos, list) else [eos])
-    began = time.perf_counter()
-    plain = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW_TOKENS)[0, ids.shape[1]:].cpu()
-    middle = time.perf_counter()
+    eos = tokenizer.eos_token_id if eos is None else eos
+    stop = set(eos if isinstance(eos, list) else [eos]) - {None}
+    times = [time.perf_counter()]
+    plain = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW_TOKENS,
+        eos_token_id=sorted(stop) or None)[0, ids.shape[1]:].cpu()
+    times.append(time.perf_counter())
     generator = torch.Generator(model.device).manual_seed(SEED)
-    answer, produced = md.speculative_generate(w.drafter, w.embed, w.head, model, model.get_decoder().layers, ids, MAX_NEW_TOKENS, stop,
-                                               TEMPERATURE, generator)
-    end = time.perf_counter()
-    print(f"prompt: {PROMPT}\nplain greedy ({len(plain) / (middle - began):.1f} tokens/s): {tokenizer.decode(plain)}")
-    print(f"speculative ({len(answer) / (end - middle):.1f} tokens/s, {sum(produced) / max(1, len(produced)):.2f} tokens a pass): {tokenizer.decode(answer)}")
-    print(f"equal: {torch.equal(plain, answer)}")
+    answer, produced = md.speculative_generate(
+        w.drafter, w.embed, w.head, model, model.get_decoder().layers, ids, MAX_NEW_TOKENS, stop, TEMPERATURE,
+        generator)
+    times.append(time.perf_counter())
+    plain_rate, rate = (len(x) / s for x, s in zip((plain, answer), np.diff(times)))
+    print(f"prompt: {PROMPT}\nplain greedy ({plain_rate:.1f} tokens/s): {tokenizer.decode(plain)}\n"
+          f"speculative ({rate:.1f} tokens/s, {sum(produced) / max(1, len(produced)):.2f} tokens a pass): "
+          f"{tokenizer.decode(answer)}\nequal: {torch.equal(plain, answer)}")
     return 0
 
 
-def inspect():
-    """`inspect DATA=...`: what the data chapter makes of the files, without the target's weights. -> exit code."""
-    tokenizer = load_tokenizer()
-    inspect_data(read_conversations(DATA, tokenizer, "DATA", load_config().get_text_config().vocab_size), tokenizer, 3)
+def inspect(*words):
+    """`inspect DATA=... [N]`: what the data chapter makes of the files, and N conversations. -> exit code."""
+    need(len(words) <= 1 and all(w.isdecimal() for w in words),
+         f"inspect {' '.join(words)}: beside NAME=VALUE it takes one number, of conversations to show")
+    tokenizer, vocab = load_tokenizer(), load_config().get_text_config().vocab_size
+    inspect_data(read_conversations(DATA, tokenizer, "DATA", vocab), tokenizer, int(words[0] if words else 3))
     return 0
 
 
 def devices():
     """`devices`: exit 0 when the devices of the constants exist, 3 (and why) when they don't."""
-    missing = [d for d in TARGET_DEVICES + DRAFTER_DEVICES if not device_exists(d)]
+    missing = [d for d in TARGET_DEVICES + DRAFTER_DEVICES if d not in device_names()]
     if missing:
-        print(f"devices {', '.join(missing)} of TARGET_DEVICES and DRAFTER_DEVICES don't exist here; this machine has {device_names()}")
+        print(f"devices {', '.join(missing)} of TARGET_DEVICES and DRAFTER_DEVICES don't exist here; "
+              f"this machine has {', '.join(device_names())}")
     return 3 if missing else 0
 
 
-MODES = {"train": train, "demo": train, "eval": evaluate_checkpoint, "generate": generate, "inspect": inspect, "devices": devices}
+MODES = {"train": train, "demo": train, "eval": evaluate_checkpoint, "generate": generate, "inspect": inspect,
+         "devices": devices}
 
 
 def main(argv):
     """[mode] NAME=VALUE ... -> exit code."""
     mode, rest = (argv[0], argv[1:]) if argv and "=" not in argv[0] else ("train", argv)
     try:
-        if mode not in MODES:
-            raise UserError(f"unknown mode {mode!r}: one of {', '.join(MODES)}")
+        one_of("mode", mode, MODES)
         if mode == "demo":
             globals().update(DEMO)
-        override(rest)
-        return MODES[mode]()
+        words = [word for word in rest if mode == "inspect" and "=" not in word]
+        override(word for word in rest if word not in words)
+        return MODES[mode](*words)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return EXIT_USER
