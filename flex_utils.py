@@ -97,8 +97,9 @@ def block_mask(start, anchor, seq_len, block_size, window):
         return visible(q, kv, start, anchor, seq_len, block_size, window)
 
     n_queries = anchor.numel() * block_size
-    mask = BlockMask.from_kv_blocks(*listed(state == 1), *listed(state == 2), BLOCK_SIZE=TILE, mask_mod=mask_mod,
-                                    seq_lengths=(n_queries, seq_len + n_queries), compute_q_blocks=False)
+    mask = BlockMask.from_kv_blocks(*listed(state == 1), *listed(state == 2), BLOCK_SIZE=TILE,
+                                    mask_mod=mask_mod, seq_lengths=(n_queries, seq_len + n_queries),
+                                    compute_q_blocks=False)
     # the transposed lists that backward reads: torch 2.13's own way writes to fx's process-wide metadata
     # without a lock, and two threads in it raise KeyError: 'custom'
     mask.q_num_blocks, mask.q_indices = listed(state.T == 1)
@@ -297,8 +298,9 @@ class Crew:
             if not self.stop.is_set():
                 self.fail(traceback.format_exc())
         except torch.OutOfMemoryError as e:
-            self.fail(f"out of device memory: {str(e).splitlines()[0]} Lower SEQ_LEN, NUM_ANCHORS, LOSS_CHUNK "
-                      "or QUEUE_DEPTH, or give this role another device (TARGET_DEVICES, DRAFTER_DEVICES)")
+            self.fail(f"out of device memory: {str(e).splitlines()[0]} Lower SEQ_LEN, NUM_ANCHORS, "
+                      "LOSS_CHUNK or QUEUE_DEPTH, or give this role another device (TARGET_DEVICES, "
+                      "DRAFTER_DEVICES)")
         except UserError as e:
             self.fail(str(e))
         except BaseException:
@@ -313,7 +315,7 @@ class Crew:
         self.start_barrier.abort()
 
     def watchdog(self, stall_s, state):
-        """Nothing moved for stall_s seconds: state() (queue fills, the gate's holder), all stacks, and out."""
+        """Nothing moved for stall_s seconds: state() (queue fills, gate's holder), all stacks, and out."""
         while not self.stop.wait(min(1.0, stall_s / 4)):
             if time.monotonic() - self.moved > stall_s:
                 print(f"STALLED: nothing moved for {stall_s} s (STALL_S); {state()}", flush=True)
@@ -364,7 +366,7 @@ class HandOff:
         return self.streams[device]
 
     def send(self, hidden, device, make_rest):
-        """-> hidden on device, make_rest() of the same stream, event after which both may be read (or None)."""
+        """-> hidden on device, make_rest() of the same stream, event to wait for before reading (or None)."""
         if device.type != "cuda":
             return hidden.to(device), make_rest(), None
         mine = self.stream(device)

@@ -185,8 +185,7 @@ class Slots(NamedTuple):
 def slots_of(ids, pos, start, anchors, run_length, n_anchors, block_size, chunk, device):
     """Host numpy arrays of a row, its sorted anchors -> Slots of fixed N on `device` (DFlash 3.2).
 
-    run_length (S,): supervised tokens that follow in the same turn. M is rounded up to whole chunks, at
-    least one.
+    run_length (S,): supervised tokens that follow in the turn. M is rounded up to whole chunks, at least one.
     """
     anchors = torch.as_tensor(anchors, dtype=torch.int64)
     pad = (0, n_anchors - anchors.numel())
@@ -242,10 +241,7 @@ def _ce_of_chunk(hidden, head, labels):
 
 
 def _ce_and_grad(logits, labels, softcap):
-    """raw logits (M, V) -> ce (M,), argmax == label (M,), d ce / d raw logits (M, V).
-
-    Written so that the compiler reads the logits three times only.
-    """
+    """raw logits (M, V) -> ce (M,), argmax == label (M,), d ce / d logits (M, V): three reads once fused."""
     capped = _cap(logits.float(), softcap)
     lse = capped.logsumexp(-1)
     ce = lse - capped.gather(-1, labels[:, None])[:, 0]
@@ -321,10 +317,7 @@ def _masks(c, make_mask, start, anchor, seq_len):
 
 
 def row_loss(drafter, embed, head, target_hidden, slots, make_mask, spec):
-    """Mask, forward and loss of one row -> RowResult.
-
-    target_hidden (1, S, L*D); embed, head: the target's own, frozen.
-    """
+    """Forward and loss of a row -> RowResult. target_hidden (1, S, L*D); embed, head: target's, frozen."""
     c = drafter.config
     seq_len, n, k = slots.ids.numel(), slots.anchor.numel(), c.block_size
     slot = torch.arange(k, device=slots.ids.device)
@@ -523,11 +516,8 @@ def speculative_generate(drafter, embed, head, target, layers, input_ids, max_ne
 # ------------------------------------------------------------------------------ the published files
 
 def config_json(c):
-    """DrafterConfig -> the dict that z-lab's client, vLLM, SGLang and speculators read.
-
-    Never the target's partial_rotary_factor or mrope keys, and no is_causal key: engines then take
-    sliding = causal, full = bidirectional.
-    """
+    """-> the dict that z-lab's client, vLLM, SGLang and speculators read. Never the target's mrope keys or
+    partial_rotary_factor; without is_causal, engines take sliding = causal, full = bidirectional."""
     sliding = "sliding_attention" in c.layer_types
     neutral = {"input_embedding_scale": 1.0, "final_logit_softcapping": None}
     special = {k: getattr(c, k) for k in neutral if getattr(c, k) != neutral[k]}
