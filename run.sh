@@ -6,7 +6,6 @@
 #   demo        a small real run: target, training, one held-out prompt decoded; minutes on 2 CPU cores
 #   test        test_smoke.py, then tests/
 #   bench       tools/bench.py
-#   node        one of several machines; set NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
 #   inspect, eval, generate, ...   modes of train_dflash.py
 #
 # NAME=VALUE overrides a constant of train_dflash.py. Packages go to .venv, made on the first call;
@@ -91,9 +90,5 @@ case $mode in
     demo)  demo "$@" ;;
     test)  tests "$@" ;;
     bench) exec "$PYTHON" tools/bench.py "$@" ;;
-    node)  exec "$PYTHON" -m torch.distributed.run --rdzv_backend static --nproc_per_node 1 \
-               --nnodes "${NNODES:?number of machines}" --node_rank "${NODE_RANK:?0 on the first machine}" \
-               --rdzv_endpoint "${MASTER_ADDR:?address of the first machine}:${MASTER_PORT:-29500}" \
-               train_dflash.py "$@" ;;
     *)     exec "$PYTHON" train_dflash.py "$mode" "$@" ;;
 esac
