@@ -1,0 +1,33 @@
+"""tau by step and acceptance by slot of a run, as a picture. Needs matplotlib.
+
+    python tools/plot_metrics.py OUT/metrics.jsonl picture.png
+"""
+import json
+import sys
+from pathlib import Path
+
+
+def main(argv):
+    if len(argv) != 2 or not Path(argv[0]).is_file():
+        print(f"error: expected METRICS.jsonl PICTURE.png, got {argv}", file=sys.stderr)
+        return 2
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    lines = [json.loads(line) for line in Path(argv[0]).read_text().splitlines()]
+    evals, steps = [x for x in lines if "tau" in x], [x for x in lines if "accept_len" in x]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    left.plot([x["step"] for x in evals], [x["tau"] for x in evals], "o-", label="tau, held-out")
+    left.plot([x["step"] for x in steps], [x["accept_len"] for x in steps], alpha=0.5, label="accept_len, training")
+    left.set(xlabel="step", ylabel="tokens a pass")
+    left.legend()
+    for x in evals[1:]:
+        right.plot(range(1, len(x["acc_k"]) + 1), x["acc_k"], label=f"step {x['step']}")
+    right.set(xlabel="slot", ylabel="share of slots right (acc_k)", ylim=(0, 1))
+    right.legend(fontsize=7)
+    figure.savefig(argv[1], dpi=110)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
