@@ -90,7 +90,7 @@ CLIP: float = 1.0                                     # global gradient norm
 LOSS: str = "decay"                                   # "decay" | "dpace"
 GAMMA: float | None = None                            # decay, slots; None: 7, 5, 4 for K 16, 10, 8, else K/2
 LOSS_FORM: str = "fused"                              # "fused": gradient in forward | "checkpoint"
-LOSS_CHUNK: int = 640                                 # rows of logits alive at a time; multiples of 128 are fast
+LOSS_CHUNK: int = 640                                 # rows of logits alive at a time; best a multiple of 128
 # running
 COMPILE: bool = True                                  # False: dense attention, nothing compiled (CUDA only)
 QUEUE_DEPTH: int = 2                                  # rows waiting per (target, drafter)

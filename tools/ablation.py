@@ -1,9 +1,10 @@
 """One factor at a time: the same data and steps, several runs side by side, one table.
 
-    python tools/ablation.py TARGET=<dir> DATA=... EVAL_DATA=... STEPS=500 [NAME=VALUE ...] [RUNS=base,dpace] [PARALLEL=6]
+    python tools/ablation.py TARGET=<dir> DATA=... EVAL_DATA=... STEPS=500 [NAME=VALUE ...]
+                             [RUNS=base,dpace] [PARALLEL=6]
 
-RUNS picks from VARIANTS, PARALLEL runs at a time; everything else goes to train_dflash.py, which does the training:
-each run is a process of its own with an OUT of its own. The table (Markdown) is the last thing printed.
+RUNS picks from VARIANTS, PARALLEL runs at a time; everything else goes to train_dflash.py, which does the
+training: each run is a process with an OUT of its own. The table (Markdown) is the last thing printed.
 """
 import json
 import subprocess
@@ -19,9 +20,12 @@ VARIANTS = {  # name -> what differs from the settings on the command line
     "LR / 2": ["LR=0.5x"], "LR x 2": ["LR=2x"], "LR x 4": ["LR=4x"],
     "dpace": ["LOSS=dpace"], "dpace seed 1": ["LOSS=dpace", "SEED=1"],
     "3 taps": ["TARGET_LAYER_IDS=1,14,27"], "3 taps seed 1": ["TARGET_LAYER_IDS=1,14,27", "SEED=1"],
-    "1 layer": ["DRAFT_LAYERS=1"], "3 layers": ["DRAFT_LAYERS=3"], "3 layers seed 1": ["DRAFT_LAYERS=3", "SEED=1"],
-    "sliding x 4 + full, W 64": ["LAYER_TYPES=" + ",".join(["sliding_attention"] * 4 + ["full_attention"]), "SLIDING_WINDOW=64"],
-    "K 16": ["BLOCK_SIZE=16"], "K 16 seed 1": ["BLOCK_SIZE=16", "SEED=1"], "K 16 dpace": ["BLOCK_SIZE=16", "LOSS=dpace"],
+    "1 layer": ["DRAFT_LAYERS=1"], "3 layers": ["DRAFT_LAYERS=3"],
+    "3 layers seed 1": ["DRAFT_LAYERS=3", "SEED=1"],
+    "sliding x 4 + full, W 64": ["SLIDING_WINDOW=64",
+                                 "LAYER_TYPES=" + "sliding_attention," * 4 + "full_attention"],
+    "K 16": ["BLOCK_SIZE=16"], "K 16 seed 1": ["BLOCK_SIZE=16", "SEED=1"],
+    "K 16 dpace": ["BLOCK_SIZE=16", "LOSS=dpace"],
     "gamma 2": ["GAMMA=2.0"], "gamma 8": ["GAMMA=8.0"],
     "4 x the anchors": ["NUM_ANCHORS=4x"], "init 0.04": ["INIT_STD=0.04"], "init 0.01": ["INIT_STD=0.01"],
 }
@@ -42,16 +46,18 @@ def run(name, settings):
     out = Path(OUT) / name.replace(" ", "_").replace("/", "div")
     out.mkdir(parents=True, exist_ok=True)
     began = time.time()
-    command = [sys.executable, str(TRAINER), *settings, *(scaled(s, base) for s in VARIANTS[name]), f"OUT={out}"]
+    differs = [scaled(s, base) for s in VARIANTS[name]]
+    command = [sys.executable, str(TRAINER), *settings, *differs, f"OUT={out}"]
     with open(out / "stdout.txt", "w") as log:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
-    lines = [json.loads(x) for x in (out / "metrics.jsonl").read_text().splitlines()] if (out / "metrics.jsonl").exists() else []
+    metrics = out / "metrics.jsonl"
+    lines = [json.loads(x) for x in metrics.read_text().splitlines()] if metrics.exists() else []
     evals, steps = [x for x in lines if "tau" in x], [x for x in lines if "loss" in x]
     if code or not evals or not steps:
         return f"| {name} | failed, exit {code} | | | | | {time.time() - began:.0f} |"
     best = max(evals, key=lambda x: x["tau"])
-    return (f"| {name} | {evals[-1]['tau']:.3f} | {best['tau']:.3f} ({best['step']}) | {evals[-1]['eval_loss']:.4f} | {steps[-1]['loss']:.4f} | "
-            f"{steps[-1]['step_ms']:.0f} | {time.time() - began:.0f} |")
+    return (f"| {name} | {evals[-1]['tau']:.3f} | {best['tau']:.3f} ({best['step']}) | {evals[-1]['eval_loss']:.4f} | "
+            f"{steps[-1]['loss']:.4f} | {steps[-1]['step_ms']:.0f} | {time.time() - began:.0f} |")
 
 
 def main(argv):
@@ -67,7 +73,8 @@ def main(argv):
     with ThreadPoolExecutor(int(mine["PARALLEL"])) as pool:
         rows = list(pool.map(lambda n: run(n, settings), names))
     print(f"settings: {' '.join(settings)}; {mine['PARALLEL']} runs side by side")
-    print("| run | tau at the end | best tau (step) | held-out loss | training loss | step ms | s |\n| --- | --- | --- | --- | --- | --- | --- |")
+    print("| run | tau at the end | best tau (step) | held-out loss | training loss | step ms | s |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     print("\n".join(rows))
     return 0
 

@@ -43,7 +43,8 @@ def main(argv):
         os.environ["XDG_CACHE_HOME"] = folder
         path = Path(folder, "rows.jsonl")
         write_rows(path, n, int(settings["WORDS"]))
-        print(f"{n} rows, {path.stat().st_size / 1e6:.0f} MB, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
+        size, load = path.stat().st_size / 1e6, os.getloadavg()[0]
+        print(f"{n} rows, {size:.0f} MB, {os.cpu_count()} cores, load {load:.1f}", flush=True)
         for name in ("first start (tokenises)", "second start"):
             data = timed(name, lambda: td.read_conversations(str(path), tokenizer, "DATA", len(tokenizer)))
         rows = timed("pack one epoch", lambda: td.pack(data.lengths, 0, 0, td.SEQ_LEN))

@@ -1,0 +1,70 @@
+"""Targets of other families, tiny and random: each trains, saves, evaluates again to the same tau, and decodes
+without loss. What differs is real: q/k norms, scaled embeddings, tied heads, experts, linear layers, a wrapper."""
+import json
+
+import common
+import pytest
+import torch
+import transformers
+from common import EOS, MASK, PAD, VOCAB
+
+import model_drafter as md
+import train_dflash as td
+
+SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=8, max_position_embeddings=512, eos_token_id=EOS, pad_token_id=PAD)
+LINEAR = dict(layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+              linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
+
+
+def qwen3_5(text_only):
+    text = transformers.Qwen3_5TextConfig(**SHAPE, **LINEAR)
+    if text_only:
+        return transformers.Qwen3_5ForCausalLM(text)
+    vision = dict(depth=1, hidden_size=16, intermediate_size=32, num_heads=2, out_hidden_size=32)
+    both = transformers.Qwen3_5Config(text_config=text.to_dict(), vision_config=vision)
+    return transformers.Qwen3_5ForConditionalGeneration(both)
+
+
+FAMILIES = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)),
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE)),
+    "gemma3": lambda: transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SHAPE, sliding_window=16)),
+    "gpt_oss": lambda: transformers.GptOssForCausalLM(transformers.GptOssConfig(
+        **SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)),
+    "qwen3_5_text": lambda: qwen3_5(True),
+    "qwen3_5_wrapper": lambda: qwen3_5(False),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_trains_saves_and_decodes(family, capsys):
+    torch.manual_seed(0)
+    target = common.save_target(FAMILIES[family](), f"family_{family}")
+    out = common.scratch() / f"out_{family}"
+    data = common.data_file()
+    code = common.train(out, TARGET=target, DATA=data, EVAL_DATA=data, STEPS=20, EVAL_EVERY=20, MASK_TOKEN_ID=MASK)
+    assert code == 0, capsys.readouterr()
+    assert common.losses(out)[-1] < common.losses(out)[0]
+    logged = common.eval_lines(out)[-1]["tau"]
+    capsys.readouterr()
+    assert common.mode("eval", f"CKPT={out / 'latest'}", f"TARGET={target}", f"EVAL_DATA={data}",
+                       "TARGET_DEVICES=cpu", "SEQ_LEN=64", "NUM_ANCHORS=8") == 0
+    # the file is bf16, the log's drafter fp32: a few argmaxes of a barely trained drafter may differ
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["tau"] == pytest.approx(logged, abs=0.05)
+    config, weights = md.load_drafter(out / "latest")
+    assert config.head_dim == 8 and config.num_target_layers == 4
+    assert config.input_embedding_scale == (pytest.approx(32 ** 0.5) if family == "gemma3" else 1.0)
+    assert_lossless(target, config, weights)
+
+
+def assert_lossless(target, config, weights):
+    model = transformers.AutoModelForCausalLM.from_pretrained(target).eval().requires_grad_(False)
+    w = td.Replica(0, config, torch.device("cpu"), model.get_input_embeddings(), td.head_of(model), weights)
+    prompt = torch.arange(10, 22)[None]
+    plain = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=24,
+                           eos_token_id=EOS)
+    answer, produced = md.speculative_generate(w.drafter, w.embed, w.head, model, model.get_decoder().layers,
+                                               prompt, 24, {EOS})
+    assert answer.tolist() == plain[0, 12:].tolist()
+    assert sum(produced) == len(answer) - 1
