@@ -424,3 +424,14 @@ def test_the_client_counts_what_the_trainer_counts(tmp_path, monkeypatch, capsys
     measured = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert sum(passes) == sum(len(a) - 1 for a in answers)
     assert measured["tau"] == pytest.approx(sum(passes) / len(passes), abs=1e-12) and measured["tau"] > 2
+
+
+def test_answers_of_others_are_warned_about(capsys):
+    """The target says t + 1: its own answers pass in silence, others' are named with the share that it would say."""
+    others = common.write_lines(common.scratch() / "others.jsonl", [
+        {"input_ids": [8 + (7 * i + 3 * j) % 50 for j in range(20)], "loss_mask": [0] * 4 + [1] * 16} for i in range(12)])
+    for data, warned in ((common.data_file(), False), (others, True)):
+        out = common.scratch() / f"others_{warned}"
+        assert common.train(out, TARGET=common.plus_one_target(), DATA=data, STEPS=1) == 0
+        printed = capsys.readouterr().out
+        assert ("WARNING: only 0.00 of the labels" in printed) == warned
