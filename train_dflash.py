@@ -55,6 +55,7 @@ import flex_utils
 import model_drafter as md
 from flex_utils import UserError
 from tools.conversations import Settings, build_conversations, render
+from tools.packing import EvalRows, Row, RowStream, inspect_data, plan_batches, run_length, target_shapes
 
 # ------------------------------------------------------------------ constants: they ARE the 8-GPU job
 # target and devices
@@ -216,204 +217,12 @@ def need_devices(name, devices):
         need(device in device_names(), f"{name} has {device!r}, this machine has {', '.join(device_names())}")
 
 
-# ------------------------------------------------------------------------ conversations -> packed rows
-
-class Row(NamedTuple):
-    """S packed tokens, host arrays."""
-    ids: np.ndarray        # int64 (S,)
-    pos: np.ndarray        # int64 (S,) position within the conversation
-    doc: np.ndarray        # int32 (S,) conversation number in the row, -1 for padding
-    turn: np.ndarray       # int32 (S,)
-    doc_start: np.ndarray  # int64 (S,) where the token's conversation starts in the row
-    lengths: list          # of the row's conversations, in order
-    sources: list          # str each
-    index: int             # row number in the stream
-
+# ------------------------------------------------------------------------------------------ the data
 
 def read_conversations(spec, tokenizer, what, vocab, out=None):
     """DATA or EVAL_DATA -> Conversations (tools/conversations.py), from the cache after the first time."""
     settings = Settings(tokenizer, SEQ_LEN, CHAT_TEMPLATE_KWARGS, vocab)
     return build_conversations(spec, settings, MAX_BAD_SHARE, what, out)
-
-
-def pack(lengths, seed, epoch, seq_len):
-    """Every conversation once, in rows of at most seq_len tokens: [[conversation numbers]]. A pure function.
-
-    Within windows of a shuffled order a row takes the longest conversation left, then again and again the
-    longest that still fits. The lengths left are the bits of one integer: that search is one bit_length.
-    """
-    rng, rows, window = np.random.default_rng((seed, epoch)), [], 16384
-    order = rng.permutation(len(lengths))
-    for start in range(0, len(order), window):
-        some, buckets, left = order[start:start + window], {}, 0
-        for i, n in zip(some.tolist(), np.asarray(lengths)[some].tolist()):
-            buckets.setdefault(n, []).append(i)
-            left |= 1 << n
-        while left:
-            row, room = [], seq_len
-            while fits := left & ((2 << room) - 1):
-                n = fits.bit_length() - 1
-                row.append(buckets[n].pop())
-                room -= n
-                if not buckets[n]:
-                    left ^= 1 << n
-            assert row, f"a conversation of {left.bit_length() - 1} tokens in rows of {seq_len}"
-            rows.append(row)
-    return [rows[i] for i in rng.permutation(len(rows))]
-
-
-def target_shapes(lengths, seq_len, most=6):
-    """[(batch, length)] with rising length, at most `most`: those of a grid that pad least (DP)."""
-    longest = int(max(lengths))
-    step = -(-longest // 512) * 8
-    grid = np.array([*range(step, longest, step), min(seq_len, -(-longest // 8) * 8)])
-    cell = np.searchsorted(grid, lengths)
-    count, total = np.bincount(cell, minlength=len(grid)), np.bincount(cell, lengths, len(grid))
-    count, total = np.concatenate([[0], np.cumsum(count)]), np.concatenate([[0], np.cumsum(total)])
-    # padding[i, j]: tokens added when grid[j] takes all conversations longer than grid[i - 1]
-    padding = grid[None, :] * (count[None, 1:] - count[:, None]) - (total[None, 1:] - total[:, None])
-    padding[np.tril_indices(len(count), -1, len(grid))] = np.inf
-    best, chosen = padding[0], [[j] for j in range(len(grid))]
-    for _ in range(most - 1):
-        with_one_more = best[:, None] + padding[1:]              # (last but one, last)
-        before = with_one_more.argmin(0)
-        better = with_one_more.min(0) < best
-        chosen = [chosen[before[j]] + [j] if better[j] else chosen[j] for j in range(len(grid))]
-        best = np.minimum(best, with_one_more.min(0))
-    # as many at a time as a row holds on average: few calls, few empty places
-    edges, per_row = [0, *(j + 1 for j in chosen[-1])], count * min(1, seq_len / total[-1])
-    return [(max(1, min(round(per_row[b] - per_row[a]), seq_len // int(grid[b - 1]))), int(grid[b - 1]))
-            for a, b in zip(edges, edges[1:])]
-
-
-def plan_batches(lengths, shapes):
-    """A row's conversations -> [(shape number, [positions in the row])]: the longest first."""
-    left, plan = sorted(range(len(lengths)), key=lambda m: -lengths[m]), []
-    while left:
-        shape = next(s for s, (_, length) in enumerate(shapes) if length >= lengths[left[0]])
-        plan.append((shape, left[:shapes[shape][0]]))
-        left = left[shapes[shape][0]:]
-    return plan
-
-
-def make_row(conversations, members, seq_len, index):
-    """Conversations side by side, padding at the end -> Row."""
-    taken = [conversations[m] for m in members]
-    lengths = [len(c.ids) for c in taken]
-    starts, used = np.cumsum([0, *lengths[:-1]]), sum(lengths)
-    ids, pos, turn, doc_start = (np.zeros(seq_len, kind) for kind in (np.int64, np.int64, np.int32, np.int64))
-    doc = np.full(seq_len, -1, np.int32)
-    ids[:used], turn[:used] = np.concatenate([c.ids for c in taken]), np.concatenate([c.turn for c in taken])
-    doc[:used], doc_start[:used] = np.repeat(np.arange(len(taken)), lengths), np.repeat(starts, lengths)
-    pos[:used] = np.arange(used) - doc_start[:used]
-    return Row(ids, pos, doc, turn, doc_start, lengths, [c.source for c in taken], index)
-
-
-def run_length(turn, doc):
-    """(S,) -> int64 (S,): how many next positions are supervised, in its turn and conversation.
-
-    Anchor a is valid iff it is >= 1 there; slot k of anchor a counts iff k <= it.
-    """
-    goes_on = (turn[:-1] > 0) & (turn[:-1] == turn[1:]) & (doc[:-1] == doc[1:])
-    place = np.arange(len(turn))
-    stop = np.where(np.append(goes_on, False), len(turn), place)
-    return np.minimum.accumulate(stop[::-1])[::-1] - place
-
-
-def share_out(n, weights, room):
-    """n places by largest remainder: at least 1 each where n allows, at most `room` each."""
-    weights, room, shares = np.asarray(weights, float), np.asarray(room), np.zeros(len(weights), np.int64)
-    free = np.ones(len(weights), bool)
-    while free.any():
-        quota = np.where(free, (n - shares.sum()) * weights / weights[free].sum(), 0)
-        full, small = free & (quota >= room), free & (quota < 1) & (len(weights) <= n)
-        fixed = full if full.any() else small
-        if not fixed.any():
-            break
-        shares[fixed], free = np.where(full, room, 1)[fixed], free & ~fixed
-    if free.any():
-        shares[free] = np.floor(quota[free])
-        order = np.argsort(np.where(free, shares - quota, 1), kind="stable")
-        shares[order[:n - shares.sum()]] += 1
-    return shares
-
-
-def draw_anchors(row, n, rng):
-    """Row -> sorted int64 (<= n,) valid anchors, without replacement, shared out by supervised tokens."""
-    valid = np.flatnonzero(run_length(row.turn, row.doc) >= 1)
-    if len(valid) <= n:
-        return valid
-    groups = [valid[row.doc[valid] == d] for d in np.unique(row.doc[valid])]
-    supervised = [np.count_nonzero(row.turn[row.doc == row.doc[g[0]]]) for g in groups]
-    shares = share_out(n, supervised, [len(g) for g in groups])
-    return np.sort(np.concatenate([rng.choice(g, k, replace=False) for g, k in zip(groups, shares)]))
-
-
-def inspect_data(conversations, tokenizer, n):
-    """Prints what the reader made of the files and n conversations with their supervised tokens marked."""
-    s, lengths, how, marks = conversations.stats, conversations.lengths, "between ⟦ ⟧", ("⟦", "⟧")
-    if sys.stdout.isatty():
-        how, marks = "green", ("\x1b[32m", "\x1b[0m")
-    rows, quantiles = pack(lengths, SEED, 0, SEQ_LEN), (0, 10, 50, 90, 99, 100)
-    print(f"{s['lines']} lines: {s['rows']} conversations, {s['bad']} malformed, {s['thin']} without two "
-          f"supervised tokens in a row\n{s['tokens']} tokens, {s['supervised']} of them supervised "
-          f"({s['supervised'] / s['tokens']:.3f})")
-    quantiles = [f"{q}%: {int(v)}" for q, v in zip(quantiles, np.percentile(lengths, quantiles))]
-    print(f"length quantiles: {', '.join(quantiles)}\n{len(rows)} rows of SEQ_LEN = {SEQ_LEN} an epoch, "
-          f"{1 - s['tokens'] / (len(rows) * SEQ_LEN):.3f} of them padding\n"
-          f"target shapes {target_shapes(lengths, SEQ_LEN)}")
-    for title, counts in (("malformed", s["reasons"]), ("source", s["sources"])):
-        for name, count in counts.items():
-            print(f"{title} {name or 'not given'}: {count}")
-    for i in np.linspace(0, len(conversations) - 1, min(n, len(conversations))).astype(int).tolist():
-        print(f"---- conversation {i}, {lengths[i]} tokens, supervised {how}\n"
-              + render(conversations[i], tokenizer, marks))
-
-
-class RowStream:
-    """Row i of training, epoch after epoch, for ever. A pure function of (SEED, epoch, index)."""
-
-    def __init__(self, conversations):
-        self.conversations, self.starts, self.packs, self.lock = conversations, [0], {}, threading.Lock()
-
-    def pack(self, epoch):
-        if epoch not in self.packs:
-            near = {e: self.packs[e] for e in self.packs if abs(e - epoch) <= 1}  # two epochs are in flight
-            self.packs = {**near, epoch: pack(self.conversations.lengths, SEED, epoch, SEQ_LEN)}
-        return self.packs[epoch]
-
-    def locate(self, i):
-        """Row number -> (epoch, members of the row)."""
-        with self.lock:
-            while self.starts[-1] <= i:
-                self.starts.append(self.starts[-1] + len(self.pack(len(self.starts) - 1)))
-            epoch = int(np.searchsorted(self.starts, i, side="right")) - 1
-            return epoch, self.pack(epoch)[i - self.starts[epoch]]
-
-    def row(self, i):
-        """-> (Row, its sorted anchors)."""
-        epoch, members = self.locate(i)
-        row = make_row(self.conversations, members, SEQ_LEN, i)
-        rng = np.random.default_rng((SEED, epoch, i - self.starts[epoch]))
-        return row, draw_anchors(row, NUM_ANCHORS, rng)
-
-    def total(self, epochs):
-        with self.lock:
-            while len(self.starts) <= epochs:
-                self.starts.append(self.starts[-1] + len(self.pack(len(self.starts) - 1)))
-            return self.starts[epochs]
-
-
-class EvalRows:
-    """The held-out conversations, packed once. Every valid anchor is evaluated, NUM_ANCHORS at a time."""
-
-    def __init__(self, conversations):
-        self.conversations = conversations
-        self.rows = pack(conversations.lengths, SEED, 0, SEQ_LEN)
-
-    def row(self, i):
-        row = make_row(self.conversations, self.rows[i], SEQ_LEN, i)
-        return row, np.flatnonzero(run_length(row.turn, row.doc) >= 1)
 
 
 # ------------------------------------------------------------------------------------------ the target
@@ -619,7 +428,7 @@ class Item(NamedTuple):
     """One row for one drafter."""
     kind: str                # "train" | "eval"
     index: int               # row number in the stream, or eval row
-    row: "Row"               # host arrays
+    row: Row                 # host arrays
     hidden: torch.Tensor     # (1, S, L*D) on the drafter's device
     slots: list              # [md.Slots]; several for an eval row with more than N anchors
     ready: object            # CUDA event after which hidden and slots may be read, or None
@@ -1271,10 +1080,12 @@ def describe_run(run):
 
 def read_data(run, tokenizer, vocab):
     """Rows to train on and rows to evaluate on, before any GPU work."""
-    run.train_rows = RowStream(read_conversations(DATA, tokenizer, "DATA", vocab, run.out))
+    run.train_rows = RowStream(
+        read_conversations(DATA, tokenizer, "DATA", vocab, run.out), SEQ_LEN, NUM_ANCHORS, SEED)
     lengths, run.eval_rows = run.train_rows.conversations.lengths, None
     if EVAL_EVERY:
-        run.eval_rows = EvalRows(read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", vocab, run.out))
+        run.eval_rows = EvalRows(
+            read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", vocab, run.out), SEQ_LEN)
         lengths = np.concatenate([lengths, run.eval_rows.conversations.lengths])
     run.shapes = target_shapes(lengths, SEQ_LEN)
     run.horizon = STEPS or run.train_rows.total(EPOCHS) // ROWS_PER_STEP
@@ -1447,7 +1258,7 @@ def evaluate_checkpoint():
     """`eval CKPT=...`: tau, held-out loss and acceptance by slot on EVAL_DATA. -> exit code."""
     model, tokenizer, w = open_checkpoint()
     config, decoder, sums = w.drafter.config, model.get_decoder(), EvalSums()
-    rows = EvalRows(read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", config.vocab_size))
+    rows = EvalRows(read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", config.vocab_size), SEQ_LEN)
     shapes = target_shapes(rows.conversations.lengths, SEQ_LEN)
     taps = md.Taps(decoder.layers, config.target_layer_ids)
     for i in tqdm(range(len(rows.rows)), unit="row", disable=not sys.stderr.isatty()):
@@ -1492,7 +1303,8 @@ def inspect(*words):
     need(len(words) <= 1 and all(w.isdecimal() for w in words),
          f"inspect {' '.join(words)}: beside NAME=VALUE it takes one number, of conversations to show")
     tokenizer, vocab = load_tokenizer(), load_config().get_text_config().vocab_size
-    inspect_data(read_conversations(DATA, tokenizer, "DATA", vocab), tokenizer, int(words[0] if words else 3))
+    inspect_data(read_conversations(DATA, tokenizer, "DATA", vocab), tokenizer, SEQ_LEN,
+                 int(words[0] if words else 3))
     return 0
 
 

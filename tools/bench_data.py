@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_dflash as td  # noqa: E402
+from tools import packing  # noqa: E402
 
 VOCABULARY = ("the of and a to in is you that it he was for on are as with his they I at be this have from or "
               "one had by word but not what all were we when your can said there use an each which she do").split()
@@ -47,8 +48,8 @@ def main(argv):
         print(f"{n} rows, {size:.0f} MB, {os.cpu_count()} cores, load {load:.1f}", flush=True)
         for name in ("first start (tokenises)", "second start"):
             data = timed(name, lambda: td.read_conversations(str(path), tokenizer, "DATA", len(tokenizer)))
-        rows = timed("pack one epoch", lambda: td.pack(data.lengths, 0, 0, td.SEQ_LEN))
-        timed("target shapes", lambda: td.target_shapes(data.lengths, td.SEQ_LEN))
+        rows = timed("pack one epoch", lambda: packing.pack(data.lengths, 0, 0, td.SEQ_LEN))
+        timed("target shapes", lambda: packing.target_shapes(data.lengths, td.SEQ_LEN))
     tokens = data.stats["tokens"]
     print(f"mean {tokens / len(data):.1f} tokens a row; {1 - tokens / (len(rows) * td.SEQ_LEN):.4f} of "
           f"{len(rows)} packed rows is padding")
