@@ -391,18 +391,40 @@ def receive(tensors, ready, device):
             tensor.record_stream(stream)
 
 
+class Stopwatch:
+    """Seconds spent in `with` blocks, on the device's own clock where it has one: no host waits there."""
+
+    def __init__(self, device):
+        self.device, self.spans = device, []
+
+    def __enter__(self):
+        self.began = self.now()
+
+    def __exit__(self, *_):
+        self.spans.append((self.began, self.now()))
+
+    def now(self):
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def take(self):
+        """Seconds since the last call; to be called after a synchronisation."""
+        spans, self.spans = self.spans, []
+        return sum((a.elapsed_time(b) / 1e3 if self.device.type == "cuda" else b - a) for a, b in spans)
+
+
 def sum_over_replicas(lists, direct):
     """Sum tensor lists (one per drafter, in order) into every one of them: the same bits on every replica.
 
-    direct: distinct CUDA devices whose copies are sound, summed by NCCL through torch's own collectives.
+    direct: distinct CUDA devices whose copies are sound, summed in place by NCCL from this one thread.
     """
-    if direct:
-        total = torch.cuda.comm.reduce_add_coalesced(lists, lists[0][0].get_device())
-        spread = torch.cuda.comm.broadcast_coalesced(total, [ts[0].get_device() for ts in lists])
-        for mine, summed in zip(lists, spread):
-            torch._foreach_copy_(mine, list(summed))
-        return
     for tensors in zip(*lists):
+        if direct:
+            torch.cuda.nccl.all_reduce(tensors)
+            continue
         for other in tensors[1:]:
             tensors[0].add_(other.to(tensors[0].device))
         for other in tensors[1:]:

@@ -241,15 +241,16 @@ def _ce_of_chunk(hidden, head, labels):
 
 
 def _ce_and_grad(logits, labels, softcap):
-    """raw logits (M, V) -> ce (M,), argmax == label (M,), d ce / d logits (M, V): three reads once fused."""
+    """raw logits (M, V) -> ce (M,), argmax == label (M,); the logits become d ce / d logits, in place."""
     capped = _cap(logits.float(), softcap)
-    lse = capped.logsumexp(-1)
-    ce = lse - capped.gather(-1, labels[:, None])[:, 0]
-    one_hot = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
-    grad = torch.exp(capped - lse[:, None]) - one_hot.float()
+    is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
+    lse, correct = capped.logsumexp(-1), capped.argmax(-1) == labels
+    ce = lse - torch.where(is_label, capped, 0.0).sum(-1)
+    grad = torch.exp(capped - lse[:, None]) - is_label.float()
     if softcap is not None:
         grad = grad * (1 - (capped / softcap).square())
-    return ce, capped.argmax(-1) == labels, grad.to(logits.dtype)
+    logits.copy_(grad)
+    return ce, correct
 
 
 _ce_and_grad_compiled = torch.compile(_ce_and_grad, dynamic=False)
@@ -267,8 +268,8 @@ class _FusedCE(torch.autograd.Function):
         for i in range(0, labels.numel(), chunk):
             rows = slice(i, i + chunk)
             logits = F.linear(hidden[rows], weight, bias)
-            ce[rows], correct[rows], dlogits = ce_and_grad(logits, labels[rows], softcap)
-            torch.mm(dlogits, weight, out=grad[rows])
+            ce[rows], correct[rows] = ce_and_grad(logits, labels[rows], softcap)
+            torch.mm(logits, weight, out=grad[rows])
         ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(correct)
         return ce, correct

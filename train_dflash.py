@@ -91,7 +91,7 @@ CLIP: float = 1.0                                     # global gradient norm
 LOSS: str = "decay"                                   # "decay" | "dpace"
 GAMMA: float | None = None                            # decay, slots; None: 7, 5, 4 for K 16, 10, 8, else K/2
 LOSS_FORM: str = "fused"                              # "fused": gradient in forward | "checkpoint"
-LOSS_CHUNK: int = 640                                 # rows of logits alive at a time; best a multiple of 128
+LOSS_CHUNK: int = 1280                                # rows of logits alive at a time; best a multiple of 128
 # running
 COMPILE: bool = True                                  # False: dense attention, nothing compiled (CUDA only)
 QUEUE_DEPTH: int = 2                                  # rows waiting per (target, drafter)
@@ -476,6 +476,27 @@ def loss_spec(device):
 # columns of the per-row statistics, summed over drafters with the gradients
 LOSS_SUM, DENOMINATOR, MATCHES, ANCHORS, BAD = range(5)
 MOMENTS = "exp_avg", "exp_avg_sq"  # AdamW's
+BETAS, EPS = (0.9, 0.999), 1e-8
+
+
+def adamw(masters, weights, grads, first, second, lr, count, scale, skip):
+    """AdamW without weight decay (arXiv 1711.05101, as torch.optim's), in place; lists of a layer's tensors.
+
+    lr, count (updates, this one included), scale (gradients are divided by it), skip (bool): 0-dim tensors,
+    so that nothing waits for the device. Compiled it is one pass over 28 bytes a weight; torch's fused AdamW
+    needs 44 with the copies from and to the compute dtype.
+    """
+    bias1, bias2 = 1 - BETAS[0] ** count, (1 - BETAS[1] ** count).sqrt()
+    for p, w, g, m, v in zip(masters, weights, grads, first, second):
+        g = g.float() / scale
+        new_m, new_v = torch.lerp(m, g, 1 - BETAS[0]), BETAS[1] * v + (1 - BETAS[1]) * g * g
+        new_p = p - lr / bias1 * new_m / (new_v.sqrt() / bias2 + EPS)
+        for old, new in ((p, new_p), (m, new_m), (v, new_v)):
+            old.copy_(torch.where(skip, old, new))
+        w.copy_(p)
+
+
+adamw_compiled = torch.compile(adamw, dynamic=False)
 
 
 class Replica:
@@ -488,76 +509,69 @@ class Replica:
             drafter = md.Drafter(config, attend)
         self.drafter = drafter.to_empty(device=device).to(compute_dtype(device)).train()
         self.params = dict(self.drafter.named_parameters())
-        self.masters = {n: torch.nn.Parameter(weights[n].to(device, torch.float32, copy=True))
-                        for n in self.params}
-        if COMPILE and device.type == "cuda":
+        self.weights = {n: p.detach() for n, p in self.params.items()}
+        self.masters = {n: weights[n].to(device, torch.float32, copy=True) for n in self.params}
+        self.moments = {k: {n: torch.zeros_like(m) for n, m in self.masters.items()} for k in MOMENTS}
+        self.count = torch.zeros((), device=device)  # updates that were not skipped
+        compiled = COMPILE and device.type == "cuda"
+        if compiled:
             # layers of a type share a graph; fullgraph fails now and then in threads on torch 2.12-2.14
             for module in (*self.drafter.layers, self.drafter.hidden_norm, self.drafter.norm):
                 module.compile(dynamic=False)
-        self.buckets, self.spec = self.make_buckets(), loss_spec(device)
+        self.adamw, self.spec = adamw_compiled if compiled else adamw, loss_spec(device)
         self.stats = torch.zeros(ROWS_PER_STEP, 5, dtype=torch.float64, device=device)
         self.ring = torch.zeros(LOG_EVERY, ROWS_PER_STEP + 1, 5, dtype=torch.float64, device=device)
         self.jobs_seen, self.started, self.sums = 0, False, None
         self.copy_to_params()
 
-    def make_buckets(self):
-        """One optimiser per layer: fp32 gradients exist for one bucket at a time."""
-        groups = {}
-        for name in self.params:
-            layer = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
-            groups.setdefault(layer, []).append(name)
-        return [(names, torch.optim.AdamW([self.masters[n] for n in names], lr=LR, betas=(0.9, 0.999),
-                                          weight_decay=0.0, fused=True)) for names in groups.values()]
+    def by_layer(self):
+        """[names of the weights of one layer]; last those of no layer."""
+        layers = {}
+        for name in sorted(self.params, key=lambda n: not n.startswith("layers.")):
+            layers.setdefault(name.split(".")[1] if name.startswith("layers.") else "", []).append(name)
+        return layers.values()
 
     @torch.no_grad()
     def copy_to_params(self):
-        torch._foreach_copy_(list(self.params.values()), list(self.masters.values()))
+        for n, weight in self.weights.items():
+            weight.copy_(self.masters[n])
 
     @torch.no_grad()
     def update(self, lr, slot):
-        """Clip, AdamW, weights back to the compute dtype. The gradients are sums of w*ce over the step:
-        division and clip ride on AdamW's grad_scale, the skip on its found_inf: no host sync."""
+        """Clip, AdamW, weights back to the compute dtype, without a host sync. The gradients are sums of w*ce
+        over the step: their division by the denominator and the clip are one scale."""
         grads = [p.grad for p in self.params.values()]
         norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
         raw, denominator = torch.linalg.vector_norm(norms), self.stats[:, DENOMINATOR].sum().float()
         bad = ~(torch.isfinite(raw) & torch.isfinite(self.stats[:, LOSS_SUM].sum()))
-        skip = (bad | (denominator == 0)).float()
+        skip = bad | (denominator == 0)
         norm = raw / denominator.clamp(min=1e-30)
         scale = denominator * (norm / CLIP).clamp(min=1.0)
-        for names, optimizer in self.buckets:
-            grads = [self.masters[n].new_empty(self.masters[n].shape) for n in names]
-            torch._foreach_copy_(grads, [self.params[n].grad for n in names])
-            for n, g in zip(names, grads):
-                self.masters[n].grad, self.params[n].grad = g, None
-            optimizer.grad_scale, optimizer.found_inf = scale, skip
-            optimizer.param_groups[0]["lr"] = lr
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        self.copy_to_params()
+        self.count += ~skip
+        lr = torch.full((), lr, device=self.device)
+        for names in self.by_layer():
+            of_layer = [[d[n] for n in names] for d in (self.masters, self.weights, *self.moments.values())]
+            grads = [self.params[n].grad for n in names]
+            with GATE.work("update", str(self.device), *(g.shape for g in grads)):
+                self.adamw(*of_layer[:2], grads, *of_layer[2:], lr, self.count, scale, skip)
+            for n in names:
+                self.params[n].grad = None
         self.ring[slot, :-1] = self.stats
         first_bad = (~torch.isfinite(norms)).double().argmax()
         self.ring[slot, -1] = torch.stack([x.double() for x in (norm, skip, bad, first_bad, denominator)])
 
     def state(self):
         """fp32 masters and moments on the host, in one flat dict (names as in the published file)."""
-        out = {}
-        for names, optimizer in self.buckets:
-            for n in names:
-                state = optimizer.state.get(self.masters[n], {})
-                out[f"master.{n}"] = self.masters[n].detach()
-                for k in MOMENTS:
-                    out[f"{k}.{n}"] = state.get(k, torch.zeros_like(self.masters[n]))
-                out["adam_step"] = state.get("step", torch.zeros(()))
-        return {k: v.detach().to("cpu", copy=True).contiguous() for k, v in out.items()}
+        tables = {"master": self.masters, **self.moments}
+        out = {f"{k}.{n}": tensor for k, table in tables.items() for n, tensor in table.items()}
+        return {k: v.to("cpu", copy=True).contiguous() for k, v in {**out, "adam_step": self.count}.items()}
 
     @torch.no_grad()
     def load_state(self, state):
-        for names, optimizer in self.buckets:
-            for n in names:
-                self.masters[n].copy_(state[f"master.{n}"])
-                optimizer.state[self.masters[n]] = {
-                    "step": state["adam_step"].clone().to(self.device),
-                    **{k: state[f"{k}.{n}"].to(self.device, copy=True) for k in MOMENTS}}
+        for k, table in {"master": self.masters, **self.moments}.items():
+            for n, tensor in table.items():
+                tensor.copy_(state[f"{k}.{n}"])
+        self.count.copy_(state["adam_step"])
         self.copy_to_params()
 
 
@@ -829,6 +843,7 @@ class Run(flex_utils.Crew):
                      "evaluated": None, "window": []}
         self.ending, self.signal, self.fresh_best = False, None, False
         self.log_lock, self.saver, self.bar, self.board = threading.Lock(), Saver(self), None, None
+        self.reduce_watch = flex_utils.Stopwatch(torch.device(DRAFTER_DEVICES[0]))
         self.queues = [[queue.Queue(QUEUE_DEPTH) for _ in DRAFTER_DEVICES] for _ in TARGET_DEVICES]
         self.restart_window(0)
 
@@ -885,16 +900,14 @@ class Run(flex_utils.Crew):
     # ---- once a step
     def average(self, step):
         """Gradients and statistics summed over drafters, in every replica; the decision to stop."""
-        began = time.perf_counter()
         lists = []
         for w in self.replicas:
             for p in w.params.values():
                 if p.grad is None:  # no usable anchor in any of its rows
                     p.grad = torch.zeros_like(p)
             lists.append([*(p.grad for p in w.params.values()), w.stats])
-        if len(lists) > 1:
+        with self.reduce_watch:
             flex_utils.sum_over_replicas(lists, self.direct)
-        self.reduce_s += time.perf_counter() - began
         self.ending = self.signal is not None
 
     def merge_evaluation(self, step):
@@ -961,19 +974,30 @@ class Run(flex_utils.Crew):
         losses = [r[LOSS_SUM] / r[DENOMINATOR] for r in good if r[DENOMINATOR] > 0]
         norms = [rows[-1][0] for rows in steps if np.isfinite(rows[-1][0])]
         wait, target_wait = float(np.mean(self.drafter_wait)), float(np.mean(self.target_wait))
+        reduce = self.reduce_watch.take()
         values = {
             "step": step, "loss": float(np.mean(losses)) if losses else None,
             "accept_len": float(1 + good[:, MATCHES].sum() / max(1, good[:, ANCHORS].sum())),
             "lr": learning_rate(step - 1, self.horizon), "grad_norm": norms[-1] if norms else None,
             "tokens_per_s": round(self.tokens_between(self.logged, step) / wall, 1),
             "step_ms": round(1e3 * wall / n, 2), "wait_ms": round(1e3 * wait / n, 2),
-            "target_wait_ms": round(1e3 * target_wait / n, 2), "reduce_ms": round(1e3 * self.reduce_s / n, 2),
+            "target_wait_ms": round(1e3 * target_wait / n, 2), "reduce_ms": round(1e3 * reduce / n, 2),
             "queue": sum(q.qsize() for row in self.queues for q in row), "mem_gib": memory_gib(),
             "skipped": self.kept["skipped"], "bad_rows": self.train_rows.conversations.stats["bad"]}
         self.record(values)
         texts = {k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in values.items()}
         self.say(" | ".join(f"{k} {text}" for k, text in texts.items()))
+        if step // LOG_EVERY == self.first // LOG_EVERY + 2:  # the first window compiled
+            self.say_split((wall - target_wait) / n, (wall - wait - reduce) / n)
         self.restart_window(step)
+
+    def say_split(self, target_s, drafter_s):
+        """Which split of the devices would keep both sides busy, from each side's busy seconds of a step."""
+        t, d = len(TARGET_DEVICES), len(DRAFTER_DEVICES)
+        target_ms, drafter_ms = 1e3 * target_s * t / ROWS_PER_STEP, 1e3 * drafter_s * d / ROWS_PER_STEP
+        best = min(range(1, t + d), key=lambda n: max(target_ms / n, drafter_ms / (t + d - n)))
+        self.say(f"a row takes a target {target_ms:.0f} ms and a drafter {drafter_ms:.0f} ms: of {t + d} "
+                 f"devices {best} for targets and {t + d - best} for drafters balance best, now {t} and {d}")
 
     def tokens_between(self, first, last):
         lengths = self.train_rows.conversations.lengths
@@ -983,7 +1007,7 @@ class Run(flex_utils.Crew):
     def restart_window(self, step):
         """Timing starts anew at `step`, up to which the ring has been read."""
         self.read = self.logged = step
-        self.window_start, self.eval_s, self.reduce_s = time.perf_counter(), 0.0, 0.0
+        self.window_start, self.eval_s = time.perf_counter(), 0.0
         self.drafter_wait, self.target_wait = [0.0] * len(DRAFTER_DEVICES), [0.0] * len(TARGET_DEVICES)
 
     def record(self, values):
@@ -1138,7 +1162,7 @@ def check_devices(run, targets, drafters):
     for a, b in sorted(run.bad_pairs, key=str):
         print(f"direct copies {a} -> {b} arrive damaged on this machine: they go through host memory")
         os.environ["NCCL_P2P_DISABLE"] = "1"
-    run.direct = len({d.index for d in drafters}) == len(drafters) and all(d.type == "cuda" for d in drafters)
+    run.direct = 1 < len(drafters) == len(set(drafters)) and all(d.type == "cuda" for d in drafters)
 
 
 def build(run):

@@ -435,3 +435,26 @@ def test_answers_of_others_are_warned_about(capsys):
         assert common.train(out, TARGET=common.plus_one_target(), DATA=data, STEPS=1) == 0
         printed = capsys.readouterr().out
         assert ("WARNING: only 0.00 of the labels" in printed) == warned
+
+
+def test_adamw_is_torchs():
+    """Five updates against torch.optim.AdamW in fp64, a skipped one in between; weights follow the masters."""
+    torch.manual_seed(0)
+    shapes = (7, 5), (6,)
+    masters = [torch.randn(s) for s in shapes]
+    truth = [m.double().requires_grad_() for m in masters]
+    theirs = torch.optim.AdamW(truth, lr=0.02, betas=(0.9, 0.999), weight_decay=0.0)
+    weights, (first, second) = [m.bfloat16() for m in masters], [[torch.zeros(s) for s in shapes] for _ in "mv"]
+    count, scale = torch.zeros(()), torch.tensor(3.0)
+    for step in range(6):
+        grads, skip = [torch.randn(s) for s in shapes], torch.tensor(step == 2)
+        if skip:
+            grads[0][1] = torch.nan
+        else:
+            for p, g in zip(truth, grads):
+                p.grad = g.double() / 3
+            theirs.step()
+        count += ~skip
+        trainer.adamw(masters, weights, grads, first, second, torch.tensor(0.02), count, scale, skip)
+    for p, w, want in zip(masters, weights, truth):
+        assert torch.allclose(p.double(), want, atol=1e-6) and torch.equal(w, p.bfloat16())

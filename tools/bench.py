@@ -11,6 +11,7 @@ main()             every part of PARTS in its own try: one that fails prints a l
   steps()          td.micro_step and td.train_step (average, clip, AdamW, copy) of every variant
   specforge()      OnlineDFlashModel and BF16Optimizer of specforge 0.2.0 on the same tensors, if importable
   two_drafters()   two threads on two GPUs (on a CPU: for the code's sake), and the gradient average alone
+  loop()           the interpreter's share: all threads of the 8-GPU job on devices that do nothing
   report()         the table, last
 
 All inputs are random, since zeros would be faster. Times are medians of REPEATS after WARM_UP, three input
@@ -18,6 +19,7 @@ sets in turn, the host ahead as in training; `host` is the time until the call r
 Peaks leave out the input sets that training would not hold.
 """
 import importlib.util
+import itertools
 import math
 import os
 import sys
@@ -29,19 +31,20 @@ import typing
 from pathlib import Path
 
 import torch
-from bench_rig import SHAPES, Meter, Rig, Steps, free, specforge_steps, table  # puts the trainer on the path
+from bench_rig import SHAPES, Meter, Rig, Steps, free, loop_ms, specforge_steps, table  # puts the trainer on the path
 
 import flex_utils
 import model_drafter as md
 import train_dflash as td
 
 SHAPE: str = "qwen3.6-27b"         # a key of bench_rig.SHAPES
-PARTS: list[str] = ["ceiling", "loss_alone", "small_parts", "steps", "specforge", "two_drafters"]
+PARTS: list[str] = ["ceiling", "loss_alone", "small_parts", "steps", "specforge", "two_drafters", "loop"]
 VARIANTS: list[str] = ["fused", "one", "checkpoint", "flex", "flex_checkpoint", "sliding"]  # keys of KINDS
 DEVICE: str = ""                   # "": cuda:0 where there is one, else cpu
 REPEATS: int = 12
 WARM_UP: int = 4
 PROFILE: bool = False              # kernels of one micro-step and one step of the first variant
+SLOW_LINK_GBS: float = 25.0        # two_drafters: GB/s of an emulated link (PCIe); 0: none
 OUT: str = ""                      # file for all that is printed, and tracebacks
 SETTINGS = {n: t for n, t in typing.get_type_hints(sys.modules[__name__]).items() if n.isupper()}
 
@@ -229,34 +232,61 @@ def specforge(bench):
 
 
 def two_drafters(bench):
-    """One row a drafter and step, so that the average is as dear as it gets."""
-    devices, marks = [bench.device, *(bench.second if bench.meter.cuda else [bench.device])], []
+    """1 row a drafter and step: the average is as dear as it gets; 4 rows: as in the 8-GPU job."""
+    devices = [bench.device, *(bench.second if bench.meter.cuda else [bench.device])]
     if len(devices) < 2:
         return bench.note("two drafters: there is no second GPU")
-    td.ROWS_PER_STEP = 2  # replicas are built for it
-    workers = [bench.rig.replica(index=i, device=d) for i, d in enumerate(devices)]
     direct = bench.meter.cuda and not flex_utils.check_pairs([devices, devices[::-1]])
-    run = Steps(workers, [bench.rig.items(device=d) for d in devices], direct)
+    td.ROWS_PER_STEP = 8  # replicas are built for it
+    workers = [bench.rig.replica(index=i, device=d) for i, d in enumerate(devices)]
+    items = [bench.rig.items(device=d) for d in devices]
+    size = sum(p.nbytes for p in workers[0].params.values())
+    for p in (p for w in workers for p in w.params.values()):
+        p.grad = torch.randn_like(p)
+    run = Steps(workers, items, direct)
+    alone = Meter(devices, REPEATS, WARM_UP).times(lambda i: run.average(0))[2]
+    bench.note(f"average of two drafters' gradients, {size / 1e9:.2f} GB each, alone: {alone:.1f} ms"
+               + ("" if direct else ", not direct"))
+    for rows, gbs in itertools.product((1, 4), (0, SLOW_LINK_GBS) if SLOW_LINK_GBS and direct else (0,)):
+        # a ring sends 2 (n - 1) / n times the size over each link
+        link_ms, td.ROWS_PER_STEP = size / gbs / 1e6 if gbs else 0.0, 2 * rows
+        run = Steps(workers, items, direct, link_ms)
+        step, reduce = in_threads(run, workers)
+        fused = bench.results.get("fused")  # one drafter alone with as many rows a step
+        one = (rows - 1) * fused.row + fused.step if fused else math.nan
+        bench.note(f"two drafters, {rows} rows each a step{f', a link of {gbs:g} GB/s emulated' if gbs else ''}: "
+                   f"step {step:.1f} ms, {2 * one / step:.2f} x the tokens/s of one, "
+                   f"average {reduce:.1f} ms of it exposed")
+    td.ROWS_PER_STEP = 1
+
+
+def in_threads(run, workers):
+    """Each worker's steps in a thread of its own -> (ms a step, ms of it in the average, waits included)."""
+    marks = []
 
     def drafter(w):
         run.enter_thread(w.device)
         for i in range(WARM_UP + REPEATS + 1):
             if i in (WARM_UP, WARM_UP + REPEATS):
                 Meter([w.device]).wait()
-                marks.append(time.perf_counter())
+                marks.append((time.perf_counter(), run.reduce_watch.take() if w.index == 0 else 0.0))
             run.step(w, i)
     threads = [threading.Thread(target=run.guarded, args=(drafter, w)) for w in workers]
     for do in (threading.Thread.start, threading.Thread.join):
         [do(t) for t in threads]
     if run.error:
         raise RuntimeError(run.error)
-    step = (max(marks) - min(marks)) / REPEATS * 1e3
-    alone = bench.results["fused"].step if "fused" in bench.results else math.nan
-    for p in (p for w in workers for p in w.params.values()):
-        p.grad = torch.randn_like(p)
-    average = Meter(devices, REPEATS, WARM_UP).times(lambda i: run.average(0))[2]
-    bench.note(f"two drafters: step {step:.1f} ms, {2 * alone / step:.2f} x the tokens/s of one; "
-               f"average alone {average:.1f} ms" + ("" if direct else ", not direct"))
+    times, spent = zip(*marks)
+    return (max(times) - min(times)) / REPEATS * 1e3, sorted(spent)[-1] / REPEATS * 1e3
+
+
+def loop(bench):
+    """What the loop itself costs the one interpreter: 5 target and 3 drafter threads on devices that do
+    nothing, real rows, slots, queues, hand-offs, barriers, statistics and log."""
+    for rows in (3, 12):
+        ms = loop_ms(rows)
+        bench.note(f"loop, 5 + 3 threads, devices that do nothing, {rows} rows of {td.SEQ_LEN} tokens a step: "
+                   f"{ms:.2f} ms of CPU a step")
 
 
 # ------------------------------------------------------------------------------------------------------- main

@@ -5,14 +5,17 @@
     Steps       td.Run fed from lists: its step(w, i) is td.train_step, its row(w, i) td.micro_step
     specforge_steps()   the same two for specforge 0.2.0
 """
+import functools
 import gc
 import importlib.util
 import math
 import os
 import re
 import sys
+import tempfile
 import time
 import types
+import typing
 import warnings
 from pathlib import Path
 
@@ -208,21 +211,41 @@ class Rig:
         return self.kept[kind]
 
 
-class Steps(td.Run):
-    """The trainer's run with rows from lists instead of the targets' queues: one row a drafter and step."""
+@functools.cache
+def cycles_per_ms():
+    """Of torch.cuda._sleep, measured."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    torch.cuda._sleep(10**8)
+    end.record()
+    end.synchronize()
+    return 10**8 / begin.elapsed_time(end)
 
-    def __init__(self, replicas, items, direct=True):
-        td.DRAFTER_DEVICES, td.ROWS_PER_STEP = [str(w.device) for w in replicas], len(replicas)
+
+class Steps(td.Run):
+    """The trainer's run with rows from lists instead of the targets' queues.
+
+    direct: sum over replicas by NCCL; link_ms: what a slower link would add, the device sleeps as long.
+    """
+
+    def __init__(self, replicas, items, direct=False, link_ms=0.0):
+        td.DRAFTER_DEVICES = [str(w.device) for w in replicas]
         super().__init__(Path("out/bench"))
-        self.replicas, self.items, self.direct = replicas, items, direct
+        self.replicas, self.items, self.direct, self.link_ms = replicas, items, direct, link_ms
         self.last = self.horizon = 10**6
+
+    def average(self, step):
+        super().average(step)
+        for w in self.replicas if self.link_ms else ():
+            with torch.cuda.device(w.device):
+                torch.cuda._sleep(int(self.link_ms * cycles_per_ms()))
 
     def take(self, w, kind, indices):
         n = len(self.replicas)
         return [self.items[w.index][i // n % 3]._replace(index=i) for i in indices if i % n == w.index]
 
     def step(self, w, i):
-        n = len(self.replicas)
+        n = td.ROWS_PER_STEP
         td.train_step(self, w, td.Plan(i, False, range(i * n, (i + 1) * n)))
 
     def row(self, w, i):
@@ -264,3 +287,61 @@ def specforge_steps(rig, items):
         row(i)
         optimizer.step()
     return row, step
+
+
+def random_conversations(n):
+    """What packing.RowStream reads: n conversations of 200 to 3,000 tokens, the first quarter a prompt."""
+    rng = np.random.default_rng(0)
+    one = typing.NamedTuple("Given", [("ids", np.ndarray), ("turn", np.ndarray), ("source", str)])
+    many = [one(rng.integers(0, 500, m), (np.arange(m) >= m // 4).astype(np.int32), "")
+            for m in rng.integers(200, 3000, n)]
+    stream = type("Conversations", (list,), {"lengths": np.array([len(c.ids) for c in many]),
+                                             "stats": {"bad": 0}, "fingerprint": ""})
+    return stream(many)
+
+
+def loop_ms(rows, steps=200):
+    """CPU ms a step of all 5 + 3 threads of the 8-GPU job when no device has anything to do: features are
+    there, row_loss and AdamW cost nothing. The process's CPU time, so a busy machine doesn't count."""
+    kept, features = dict(vars(td)), torch.zeros(1, td.SEQ_LEN, 8)
+    try:
+        with tempfile.TemporaryDirectory() as out:
+            vars(td).update(
+                TARGET_DEVICES=["cpu"] * 5, DRAFTER_DEVICES=["cpu"] * 3, ROWS_PER_STEP=rows, EVAL_EVERY=0,
+                SAVE_EVERY=10**9, LOG_EVERY=10, STEPS=steps, target_features=lambda *a: features,
+                md=types.SimpleNamespace(**{**vars(md), "row_loss": no_loss}))
+            run = loop_run(Path(out), steps)
+            began = time.process_time()
+            td.run_threads(run)
+            if run.error:
+                raise RuntimeError(run.error)
+            return (time.process_time() - began) / steps * 1e3
+    finally:
+        vars(td).update(kept)
+
+
+def no_loss(drafter, embed, head, hidden, slots, make_mask, spec):
+    loss = drafter.norm.weight[0] * 0.0
+    zeros = torch.zeros(len(slots.anchor), drafter.config.block_size)
+    return md.RowResult(loss, torch.ones(()), zeros, zeros[:, 0].long(), zeros > 0)
+
+
+def loop_run(out, steps):
+    """td.Run as td.build leaves it, without a target."""
+    sizes, device = SHAPES["tiny"][0], torch.device("cpu")
+    c = md.DrafterConfig(**sizes, block_size=td.BLOCK_SIZE, mask_token_id=511,
+                         layer_types=("full_attention",) * sizes["num_layers"])
+    drafter = md.Drafter(c, None)
+    drafter.init_weights(0)
+    run = td.Run(out)
+    run.train_rows = td.RowStream(random_conversations(2000), td.SEQ_LEN, td.NUM_ANCHORS, td.SEED)
+    run.config, run.shapes, run.bad_pairs, run.direct = c, [], frozenset(), False
+    run.first, run.last, run.horizon = 0, steps, steps
+    run.decoders = [types.SimpleNamespace(layers=[torch.nn.Identity() for _ in range(6)]) for _ in range(5)]
+    run.replicas = [td.Replica(i, c, device, None, None, drafter.state_dict()) for i in range(3)]
+    for w in run.replicas:
+        w.adamw = lambda *args: None
+    run.train_rows.row(0)  # the epoch is packed
+    run.saver.start = lambda *args: None
+    run.restart_window(0)
+    return run
