@@ -59,7 +59,7 @@ from tools.packing import EvalRows, Row, RowStream, inspect_data, plan_batches, 
 
 # ------------------------------------------------------------------ constants: they ARE the 8-GPU job
 # target and devices
-TARGET: str = "Qwen/Qwen3.6-27B"                      # a transformers causal LM: hub id or directory
+TARGET: str = "Qwen/Qwen3.6-27B"                      # causal LM: hub id, directory, random:DIR (no weights)
 TARGET_DEVICES: list[str] = [f"cuda:{i}" for i in range(5)]      # one frozen replica and thread each
 DRAFTER_DEVICES: list[str] = [f"cuda:{i}" for i in range(5, 8)]  # one drafter and thread each; may repeat
 # data
@@ -231,14 +231,21 @@ def compute_dtype(device):
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 
+def target_path():
+    return TARGET.removeprefix("random:")
+
+
 def load_config():
     with refusing(f"TARGET = {TARGET}: not a model that transformers can read here", OSError, ValueError):
-        return AutoConfig.from_pretrained(TARGET)
+        return AutoConfig.from_pretrained(target_path())
 
 
 def load_tokenizer():
     try:
-        return AutoTokenizer.from_pretrained(TARGET)
+        tokenizer = AutoTokenizer.from_pretrained(target_path())
+        if tokenizer.vocab_size > 1:  # transformers 5 makes an empty one where there is no file
+            return tokenizer
+        raise OSError("its vocabulary is empty")
     except (OSError, ValueError, KeyError) as e:
         print(f"TARGET = {TARGET} has no tokenizer ({first_line(e)}): only rows of input_ids are read")
         return None
@@ -247,6 +254,11 @@ def load_tokenizer():
 def load_target(device):
     """The whole frozen target on `device`. In the main thread, before any other thread exists: concurrent
     from_pretrained calls leave meta tensors and a wrong default dtype behind in silence."""
+    if target_path() != TARGET:  # random weights, made where they stay
+        torch.manual_seed(SEED)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(load_config(), dtype=compute_dtype(device))
+        return model.eval().requires_grad_(False)
     with refusing(f"TARGET = {TARGET}: weights can't be loaded", OSError, ValueError):
         model, info = AutoModelForCausalLM.from_pretrained(
             TARGET, dtype=compute_dtype(device), output_loading_info=True)
