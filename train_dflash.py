@@ -1306,21 +1306,34 @@ def evaluate_checkpoint():
     return 0
 
 
+def prompt_ids(tokenizer, text, device):
+    """-> (1, T) token ids of a user's turn, up to where the answer begins."""
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt",
+        return_dict=True, **CHAT_TEMPLATE_KWARGS)["input_ids"].to(device)
+
+
+def stop_tokens(model, tokenizer):
+    eos = model.generation_config.eos_token_id
+    eos = tokenizer.eos_token_id if eos is None else eos
+    return set(eos if isinstance(eos, list) else [eos]) - {None}
+
+
+def plain_greedy(model, ids, stop):
+    """-> answer ids (n,) on the host, by transformers' own generate()."""
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW_TOKENS,
+        eos_token_id=sorted(stop) or None)[0, ids.shape[1]:].cpu()
+
+
 @torch.no_grad()
 def generate():
     """`generate CKPT=... PROMPT=...`: one prompt, plain greedy beside speculative. -> exit code."""
     model, tokenizer, w = open_checkpoint()
     w.drafter.attend = flex_utils.attend_dense
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": PROMPT}], add_generation_prompt=True, return_tensors="pt",
-        return_dict=True, **CHAT_TEMPLATE_KWARGS)["input_ids"].to(model.device)
-    eos = model.generation_config.eos_token_id
-    eos = tokenizer.eos_token_id if eos is None else eos
-    stop = set(eos if isinstance(eos, list) else [eos]) - {None}
+    ids, stop = prompt_ids(tokenizer, PROMPT, model.device), stop_tokens(model, tokenizer)
     times = [time.perf_counter()]
-    plain = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW_TOKENS,
-        eos_token_id=sorted(stop) or None)[0, ids.shape[1]:].cpu()
+    plain = plain_greedy(model, ids, stop)
     times.append(time.perf_counter())
     generator = torch.Generator(model.device).manual_seed(SEED)
     answer, produced = md.speculative_generate(

@@ -290,11 +290,11 @@ def specforge_steps(rig, items):
 
 
 def random_conversations(n):
-    """What packing.RowStream reads: n conversations of 200 to 3,000 tokens, the first quarter a prompt."""
+    """What packing.RowStream reads: n conversations of 5 to 75 % of a row, the first quarter a prompt."""
     rng = np.random.default_rng(0)
     one = typing.NamedTuple("Given", [("ids", np.ndarray), ("turn", np.ndarray), ("source", str)])
     many = [one(rng.integers(0, 500, m), (np.arange(m) >= m // 4).astype(np.int32), "")
-            for m in rng.integers(200, 3000, n)]
+            for m in rng.integers(td.SEQ_LEN // 20, td.SEQ_LEN * 3 // 4, n)]
     stream = type("Conversations", (list,), {"lengths": np.array([len(c.ids) for c in many]),
                                              "stats": {"bad": 0}, "fingerprint": ""})
     return stream(many)

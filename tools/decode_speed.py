@@ -1,0 +1,59 @@
+"""Real decoding, batch 1: plain greedy beside speculative with a drafter, both through transformers in eager.
+
+    python tools/decode_speed.py CKPT=<checkpoint> [TARGET=... EVAL_DATA=... TARGET_DEVICES=cuda:0] [N=20]
+
+The first prompt is run once before, unmeasured. NAME=VALUE: constants of train_dflash.py.
+"""
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import flex_utils  # noqa: E402
+import model_drafter as md  # noqa: E402
+import train_dflash as td  # noqa: E402
+
+
+def prompts(path, n):
+    """First user turns of the first n lines of a JSONL file with `messages`."""
+    lines = Path(path).read_text().splitlines()[:n]
+    return [next(m["content"] for m in json.loads(line)["messages"] if m["role"] == "user") for line in lines]
+
+
+@torch.no_grad()
+def main(words):
+    n = next((int(w[2:]) for w in words if w.startswith("N=")), 20)
+    td.override([w for w in words if not w.startswith("N=")])
+    model, tokenizer, w = td.open_checkpoint()
+    w.drafter.attend = flex_utils.attend_dense
+    stop = td.stop_tokens(model, tokenizer)
+    seconds, tokens, passes, equal, texts = [0.0, 0.0], [0, 0], 0, 0, prompts(td.EVAL_DATA, n)
+    for i, text in enumerate([texts[0], *texts]):
+        ids, times = td.prompt_ids(tokenizer, text, model.device), [time.perf_counter()]
+        plain = td.plain_greedy(model, ids, stop)
+        times.append(time.perf_counter())
+        answer, produced = md.speculative_generate(
+            w.drafter, w.embed, w.head, model, model.get_decoder().layers, ids, td.MAX_NEW_TOKENS, stop)
+        times.append(time.perf_counter())
+        if i == 0:
+            continue
+        for which, ids in enumerate((plain, answer)):
+            seconds[which] += times[which + 1] - times[which]
+            tokens[which] += len(ids)
+        equal, passes = equal + torch.equal(plain, answer), passes + len(produced)
+    rates = [k / s for k, s in zip(tokens, seconds)]
+    card = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "CPU"
+    print(f"{card}, torch {torch.__version__}, {model.dtype}: {n} prompts, plain greedy {rates[0]:.1f} tokens/s, "
+          f"speculative {rates[1]:.1f} tokens/s, {rates[1] / rates[0]:.2f} x; {(tokens[1] - n) / passes:.3f} tokens "
+          f"a pass; {equal} answers equal")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except flex_utils.UserError as e:
+        sys.exit(f"error: {e}")
