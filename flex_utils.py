@@ -15,6 +15,7 @@ This module imports nothing of the trainer (under `__main__` that would make a s
 """
 import faulthandler
 import os
+import re
 import threading
 import time
 import traceback
@@ -133,12 +134,21 @@ def small_kernel_options():
             "fwd_num_stages": 2, "bwd_num_stages": 1}
 
 
-def make_attention(device, compiled):
-    """-> (attend, make_mask) for a device: flex_attention under torch.compile on CUDA, dense elsewhere."""
+def make_attention(device, compiled, small=None):
+    """-> (attend, make_mask) for a device: flex_attention under torch.compile on CUDA, dense elsewhere.
+    small: tiles for little shared memory; None: where the device has less than its large tiles need."""
     if not (compiled and device.type == "cuda"):
         return attend_dense, dense_mask
-    limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return attend_flex(small_kernel_options() if limit < 160 * 1024 else None), block_mask
+    if small is None:
+        small = torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 160 * 1024
+    return attend_flex(small_kernel_options() if small else None), block_mask
+
+
+def too_large_for_device(error):
+    """A kernel that needs more shared memory than the device has, as one line with what to set, else None.
+    Triton's error comes as it is or within inductor's, from compiling, autotuning or backward."""
+    found = re.search(r"out of resource: .*", str(error))
+    return found and f"{found[0]} Set SMALL_KERNELS = True, or COMPILE = False where it is True already"
 
 
 # ----------------------------------------------------------------------------- compile-safe threads
@@ -255,6 +265,24 @@ class UserError(Exception):
     """A setting or file that can't work: printed as one line, no traceback."""
 
 
+def need(ok, text):
+    if not ok:
+        raise UserError(text)
+
+
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def refusing(text, *kinds):
+    """Exceptions of these kinds become a UserError."""
+    try:
+        yield
+    except kinds as e:
+        raise UserError(f"{text}: {first_line(e)}") from None
+
+
 class Stopped(Exception):
     """Raised inside a worker that has to end because the run does."""
 
@@ -303,8 +331,8 @@ class Crew:
                       "DRAFTER_DEVICES)")
         except UserError as e:
             self.fail(str(e))
-        except BaseException:
-            self.fail(traceback.format_exc())
+        except BaseException as e:
+            self.fail(too_large_for_device(e) or traceback.format_exc())
 
     def fail(self, text):
         with self.error_lock:

@@ -49,11 +49,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import flex_utils
 import model_drafter as md
-from flex_utils import UserError
+from flex_utils import UserError, need, refusing
+from tools import target as target_files
 from tools.conversations import Settings, build_conversations, render
 from tools.packing import EvalRows, Row, RowStream, inspect_data, plan_batches, run_length, target_shapes
 
@@ -94,6 +94,7 @@ LOSS_FORM: str = "fused"                              # "fused": gradient in for
 LOSS_CHUNK: int = 1280                                # rows of logits alive at a time; best a multiple of 128
 # running
 COMPILE: bool = True                                  # False: dense attention, nothing compiled (CUDA only)
+SMALL_KERNELS: bool | None = None                     # small attention tiles; None: what the device holds
 QUEUE_DEPTH: int = 2                                  # rows waiting per (target, drafter)
 LOG_EVERY: int = 10                                   # steps
 EVAL_EVERY: int = 500                                 # steps; 0: never
@@ -120,26 +121,8 @@ GATE = flex_utils.Gate(FIRST_STEP_LOCK)
 EXIT_USER, EXIT_ERROR = 2, 1
 
 
-def need(ok, text):
-    if not ok:
-        raise UserError(text)
-
-
 def one_of(what, value, legal):
     need(value in legal, f"{what} = {value!r}: must be one of {', '.join(legal)}")
-
-
-def first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-@contextmanager
-def refusing(text, *kinds):
-    """Exceptions of these kinds become a UserError."""
-    try:
-        yield
-    except kinds as e:
-        raise UserError(f"{text}: {first_line(e)}") from None
 
 
 def constants():
@@ -231,40 +214,16 @@ def compute_dtype(device):
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 
-def target_path():
-    return TARGET.removeprefix("random:")
-
-
 def load_config():
-    with refusing(f"TARGET = {TARGET}: not a model that transformers can read here", OSError, ValueError):
-        return AutoConfig.from_pretrained(target_path())
+    return target_files.load_config(TARGET)
 
 
 def load_tokenizer():
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(target_path())
-        if tokenizer.vocab_size > 1:  # transformers 5 makes an empty one where there is no file
-            return tokenizer
-        raise OSError("its vocabulary is empty")
-    except (OSError, ValueError, KeyError) as e:
-        print(f"TARGET = {TARGET} has no tokenizer ({first_line(e)}): only rows of input_ids are read")
-        return None
+    return target_files.load_tokenizer(TARGET)
 
 
-def load_target(device):
-    """The whole frozen target on `device`. In the main thread, before any other thread exists: concurrent
-    from_pretrained calls leave meta tensors and a wrong default dtype behind in silence."""
-    if target_path() != TARGET:  # random weights, made where they stay
-        torch.manual_seed(SEED)
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(load_config(), dtype=compute_dtype(device))
-        return model.eval().requires_grad_(False)
-    with refusing(f"TARGET = {TARGET}: weights can't be loaded", OSError, ValueError):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            TARGET, dtype=compute_dtype(device), output_loading_info=True)
-    wrong = sorted(str(k) for k in (*info["missing_keys"], *info.get("mismatched_keys", ())))
-    need(not wrong, f"TARGET = {TARGET}: {len(wrong)} weights are missing or of another shape: {wrong[:5]}")
-    return model.to(device).eval().requires_grad_(False)
+def load_target(device, tick=lambda: None):
+    return target_files.load_model(TARGET, device, compute_dtype(device), SEED, tick)
 
 
 def replica_of(module, device, bad_pairs=frozenset()):
@@ -516,7 +475,7 @@ class Replica:
 
     def __init__(self, index, config, device, embed, head, weights):
         self.index, self.device, self.embed, self.head = index, device, embed, head
-        attend, self.make_mask = flex_utils.make_attention(device, COMPILE)
+        attend, self.make_mask = flex_utils.make_attention(device, COMPILE, SMALL_KERNELS)
         with torch.device("meta"):
             drafter = md.Drafter(config, attend)
         self.drafter = drafter.to_empty(device=device).to(compute_dtype(device)).train()
@@ -1187,11 +1146,13 @@ def build(run):
     preflight(run, weights)
     targets, drafters = [torch.device(d) for d in TARGET_DEVICES], [torch.device(d) for d in DRAFTER_DEVICES]
     check_devices(run, targets, drafters)
-    model = load_target(targets[0])
+    model = load_target(targets[0], run.tick)
     run.tick()
     embed, head, decoder = model.get_input_embeddings(), head_of(model), model.get_decoder()
     run.config = replace(run.config, input_embedding_scale=embedding_scale(embed))
-    prove_target(model, run.config, run.train_rows.conversations, tokenizer)
+    target_files.fast_path(decoder)
+    with refusing(f"TARGET = {TARGET}: can't run", ImportError):  # FP8 layers look for their kernels now
+        prove_target(model, run.config, run.train_rows.conversations, tokenizer)
     shared = {d: [replica_of(module, d, run.bad_pairs) for module in (embed, head)] for d in set(drafters)}
     decoder.layers = decoder.layers[:run.config.target_layer_ids[-1] + 1]  # the rest feeds nothing
     del model, head  # the head and the last layers leave the target's GPU here

@@ -1,0 +1,128 @@
+"""The trainer's target: config, tokenizer and weights of any causal LM that transformers reads.
+
+    load_model      safetensors files -> one device, no second copy in host memory; or random weights in place
+    check_weights   a missing, misshapen or unknown weight of the language model is an error with its name
+    fast_path       says whether linear-attention layers run on the kernels made for them
+
+A target is a hub id, a directory, or random:DIR: the config in DIR, weights made on the device from a seed.
+"""
+import importlib.util
+import inspect
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import safetensors
+import torch
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import cached_file
+
+from flex_utils import first_line, need, refusing
+
+# parts of a checkpoint that are not the language model: vision and audio towers, layers for drafting
+OTHER_PART = re.compile(r"(^|\.)(visual|(?:embed_)?(?:vision|audio)\w*|multi_modal_projector|mtp)\.")
+KERNELS = (  # package, module, function, and what its absence costs
+    ("flash-linear-attention", "fla", "chunk_gated_delta_rule", "the target runs about 1.6 times slower (760 "
+     "against 464 ms per 4,096 tokens at Qwen3.6-27B size on an H200)"),
+    ("causal-conv1d", "causal_conv1d", "causal_conv1d_fn", "its convolutions run in plain PyTorch"))
+
+
+def path_of(target):
+    return target.removeprefix("random:")
+
+
+def load_config(target):
+    with refusing(f"TARGET = {target}: not a model that transformers can read here", OSError, ValueError):
+        return AutoConfig.from_pretrained(path_of(target))
+
+
+def load_tokenizer(target):
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path_of(target))
+        if tokenizer.vocab_size > 1:  # transformers 5 makes an empty one where there is no file
+            return tokenizer
+        raise OSError("its vocabulary is empty")
+    except (OSError, ValueError, KeyError) as e:
+        print(f"TARGET = {target} has no tokenizer ({first_line(e)}): only rows of input_ids are read")
+        return None
+
+
+def load_model(target, device, dtype, seed, tick=lambda: None):
+    """The whole frozen target on `device`. In the main thread, before any other exists: concurrent
+    from_pretrained calls leave meta tensors and a wrong default dtype behind in silence."""
+    config = load_config(target)
+    if path_of(target) != target:
+        torch.manual_seed(seed)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    else:
+        model = from_files(target, config, device, dtype, tick)
+    return model.eval().requires_grad_(False)
+
+
+def from_files(target, config, device, dtype, tick):
+    """transformers maps the files into memory, and a weight is read when its layer moves: the host holds no
+    copy, unless the files' dtype is another. Its device_map needs accelerate: only quantised weights, whose
+    loaders ask for that anyhow and which can't be moved afterwards, go that way."""
+    what, options = f"TARGET = {target}", {}
+    if quantised := getattr(config, "quantization_config", None):
+        method = quantised["quant_method"] if isinstance(quantised, dict) else quantised.quant_method
+        what, options = f"{what} (quantised: {method})", {"device_map": {"": device}}
+    with refusing(f"{what}: weights can't be loaded", OSError, ValueError, ImportError, RuntimeError,
+                  safetensors.SafetensorError):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            target, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+        check_weights(what, model, info, checkpoint_names(target))
+        parts, hidden = [*model.get_decoder().layers, model], not sys.stderr.isatty()
+        for part in tqdm(() if quantised else parts, f"target to {device}", unit="layer", disable=hidden):
+            part.to(device)
+            tick()
+    return model
+
+
+def check_weights(what, model, info, names):
+    """Every weight of the language model comes from the files, and none of theirs is left over."""
+    for kind, fault in (("missing_keys", "missing"), ("mismatched_keys", "of another shape"),
+                        ("unexpected_keys", "not known to this model")):
+        wrong = sorted(str(k) for k in info.get(kind, ()) if not OTHER_PART.search(str(k)))
+        need(not wrong, f"{what}: weights that are {fault}: {len(wrong)}: {', '.join(wrong[:5])}")
+    odd = {type(p).__name__ for p in model.parameters()} - {"Parameter"}
+    need(not odd, f"{what}: weights of class {', '.join(odd)} can't be copied to other devices")
+    others = Counter(m[2] for m in map(OTHER_PART.search, names) if m)
+    if others:
+        parts = ", ".join(f"{part}.* ({n} weights)" for part, n in others.items())
+        print(f"{what}: only the language model is trained on, not {parts}")
+
+
+def checkpoint_names(target):
+    """Names of the weights in the safetensors files."""
+    for name in ("model.safetensors.index.json", "model.safetensors"):
+        path = cached_file(target, name, _raise_exceptions_for_missing_entries=False)
+        if path and name.endswith("json"):
+            return list(json.loads(Path(path).read_text())["weight_map"])
+        if path:
+            with safetensors.safe_open(path, "pt") as file:
+                return list(file.keys())
+    return []
+
+
+def fast_path(decoder):
+    """One line for targets with linear-attention layers: transformers binds what it could import to functions
+    of the modeling file, in a closure (5.17, 5.24) or as they are (before)."""
+    layer = next((m for m in decoder.modules() if type(m).__name__.endswith("GatedDeltaNet")), None)
+    if layer is None:
+        return
+    code, words = sys.modules[type(layer).__module__], []
+    for name, package, function, cost in KERNELS:
+        bound = [getattr(code, f, None) for f in (f"torch_{function}", function)]
+        bound += [inspect.getclosurevars(f).nonlocals.get("implementation") for f in bound
+                  if inspect.isfunction(f)]
+        if any((getattr(f, "__module__", None) or "").split(".")[0] == package for f in bound):
+            words.append(f"{name} is used")
+        else:
+            absent = "installed but not used" if importlib.util.find_spec(package) else "not installed"
+            words.append(f"{name} is {absent}: {cost}")
+    print(f"linear-attention layers: {'; '.join(words)}")
