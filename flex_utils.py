@@ -92,7 +92,8 @@ def block_mask(start, anchor, seq_len, block_size, window):
 
     def listed(hit):  # dense (tiles, tiles) -> how many in each row, and their indices first
         order = hit.int().argsort(dim=-1, descending=True, stable=True).int()
-        return hit.sum(-1, dtype=torch.int32)[None, None], order[None, None]
+        # the kernels read a row's indices side by side: argsort keeps the strides of a transposed table
+        return hit.sum(-1, dtype=torch.int32)[None, None], order.contiguous()[None, None]
 
     def mask_mod(b, h, q, kv):
         return visible(q, kv, start, anchor, seq_len, block_size, window)

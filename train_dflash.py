@@ -241,6 +241,15 @@ def head_of(model):
     return md.Head(model.get_output_embeddings(), softcap)
 
 
+def shapes_for(decoder, *streams):
+    """target_shapes for these rows. What a call costs by itself is a guess: the host's time for a layer's
+    kernels, while the device could do so many FLOP; a factor of two changes the shapes little."""
+    weights = sum(p.numel() for p in decoder.layers.parameters())
+    layer_s, flops = (1e-3, 2e14) if next(decoder.parameters()).is_cuda else (1e-4, 1e11)
+    lengths = np.concatenate([s.conversations.lengths for s in streams if s])
+    return target_shapes(lengths, SEQ_LEN, len(decoder.layers) * layer_s * flops / (2 * weights))
+
+
 def target_features(decoder, taps, row, shapes, gate, device):
     """Hidden states of the tapped layers for one packed row -> (1, S, L*D) on `device`, zeros where padded.
 
@@ -857,9 +866,11 @@ class Run(flex_utils.Crew):
     # ---- threads and signals
     def enter_thread(self, device):
         """First thing in every worker: device, intra-op threads, compile settings (the thread's own)."""
+        n_threads = (os.cpu_count() or 1) // (len(TARGET_DEVICES) + len(DRAFTER_DEVICES))
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (len(TARGET_DEVICES) + len(DRAFTER_DEVICES))))
+            n_threads = 1  # the host makes small tensors only: more threads would wait for each other
+        torch.set_num_threads(max(1, n_threads))
         flex_utils.worker_compile_settings(len(set(TARGET_DEVICES + DRAFTER_DEVICES)))
 
     def on_signal(self, number, frame):
@@ -1077,12 +1088,8 @@ def read_data(run, tokenizer, vocab):
     """Rows to train on and rows to evaluate on, before any GPU work."""
     run.train_rows = RowStream(
         read_conversations(DATA, tokenizer, "DATA", vocab, run.out), SEQ_LEN, NUM_ANCHORS, SEED)
-    lengths, run.eval_rows = run.train_rows.conversations.lengths, None
-    if EVAL_EVERY:
-        run.eval_rows = EvalRows(
-            read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", vocab, run.out), SEQ_LEN)
-        lengths = np.concatenate([lengths, run.eval_rows.conversations.lengths])
-    run.shapes = target_shapes(lengths, SEQ_LEN)
+    run.eval_rows = EvalRows(read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", vocab, run.out),
+                             SEQ_LEN) if EVAL_EVERY else None
     run.horizon = STEPS or run.train_rows.total(EPOCHS) // ROWS_PER_STEP
     need(run.horizon, f"DATA = {DATA}: EPOCHS = {EPOCHS} give too few rows, ROWS_PER_STEP = {ROWS_PER_STEP}")
     run.last = min(run.horizon, STOP_AT or run.horizon)
@@ -1156,6 +1163,7 @@ def build(run):
     shared = {d: [replica_of(module, d, run.bad_pairs) for module in (embed, head)] for d in set(drafters)}
     decoder.layers = decoder.layers[:run.config.target_layer_ids[-1] + 1]  # the rest feeds nothing
     del model, head  # the head and the last layers leave the target's GPU here
+    run.shapes = shapes_for(decoder, run.train_rows, run.eval_rows)
     run.decoders = [decoder] + [replica_of(decoder, d, run.bad_pairs) for d in targets[1:]]
     run.replicas = [Replica(i, run.config, d, *shared[d], weights) for i, d in enumerate(drafters)]
     for w in run.replicas if state else ():
@@ -1219,6 +1227,8 @@ def train():
         finally:
             run.stop.set()
             watchdog.join()
+            if run.board:
+                run.board.close()
         return finish(run)
 
 
@@ -1256,7 +1266,7 @@ def evaluate_checkpoint():
     model, tokenizer, w = open_checkpoint()
     config, decoder, sums = w.drafter.config, model.get_decoder(), EvalSums()
     rows = EvalRows(read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", config.vocab_size), SEQ_LEN)
-    shapes = target_shapes(rows.conversations.lengths, SEQ_LEN)
+    shapes = shapes_for(decoder, rows)
     taps = md.Taps(decoder.layers, config.target_layer_ids)
     for i in tqdm(range(len(rows.rows)), unit="row", disable=not sys.stderr.isatty()):
         row, anchors = rows.row(i)

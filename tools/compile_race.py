@@ -52,6 +52,7 @@ meaning = {  # of each fix
 DEVICES = ["cpu", "cpu", "cpu"]  # one drafter thread each; a device may repeat; all cpu or all cuda
 FIXES = list(meaning)
 SEEDS = 3                 # runs of each (fix, new length or not): seeds 0, 1, ...
+FIRST_SEED = 0            # where the seeds begin
 GATE_SEEDS = 3            # the same for `gate` with a new length: "never fails" takes more runs than "fails"
 STEPS = 16                # each thread makes at least so many and runs on until all have
 NEW_LENGTH_AT = 8         # the first thread meets a row of twice the length at this step; 0 = never
@@ -314,7 +315,8 @@ def main(words):
             print(text, file=file, flush=True)
     say(" ".join(f"{name}={globals()[name]}" for name in SETTINGS if name != "OUT"))
     for fix, at in itertools.product(FIXES, dict.fromkeys((0, NEW_LENGTH_AT))):
-        for seed in range(GATE_SEEDS if fix == "gate" and at else SEEDS):
+        seeds = GATE_SEEDS if fix == "gate" and at else SEEDS
+        for seed in range(FIRST_SEED, FIRST_SEED + seeds):
             begin, run = time.monotonic(), one_run(fix, at, seed)
             runs.append(run)
             say(f"{fix}, {f'new length at step {at}' if at else 'no new length'}, seed {seed}: "

@@ -2,7 +2,7 @@
 
     RowStream.row(i)   training row i and its anchors: pack, make_row, draw_anchors
     EvalRows.row(i)    held-out row i and every valid anchor
-    target_shapes      the few fixed (batch, length) shapes in which a target runs a row: plan_batches
+    target_shapes      the few fixed (batch, length) shapes in which a target runs a row's conversations
     inspect_data       prints what is in the files
 """
 import sys
@@ -52,28 +52,42 @@ def pack(lengths, seed, epoch, seq_len):
     return [rows[i] for i in rng.permutation(len(rows))]
 
 
-def target_shapes(lengths, seq_len, most=6):
-    """[(batch, length)] with rising length, at most `most`: those of a grid that pad least (DP)."""
+def target_shapes(lengths, seq_len, call_tokens, most=6):
+    """[(batch, length)] with rising length, at most `most`, in which a row of seq_len tokens runs soonest.
+
+    A call of the target costs its tokens, padding included, and call_tokens for itself. Lengths by dynamic
+    programming on a grid; then each batch for the number of such conversations in a row, a Poisson draw.
+    """
     longest = int(max(lengths))
     step = -(-longest // 512) * 8
     grid = np.array([*range(step, longest, step), min(seq_len, -(-longest // 8) * 8)])
     cell = np.searchsorted(grid, lengths)
     count, total = np.bincount(cell, minlength=len(grid)), np.bincount(cell, lengths, len(grid))
     count, total = np.concatenate([[0], np.cumsum(count)]), np.concatenate([[0], np.cumsum(total)])
-    # padding[i, j]: tokens added when grid[j] takes all conversations longer than grid[i - 1]
-    padding = grid[None, :] * (count[None, 1:] - count[:, None]) - (total[None, 1:] - total[:, None])
-    padding[np.tril_indices(len(count), -1, len(grid))] = np.inf
-    best, chosen = padding[0], [[j] for j in range(len(grid))]
+    per_row = min(1, seq_len / total[-1])
+    # cost[i, j]: tokens a row loses when grid[j] takes all conversations longer than grid[i - 1]
+    cost = grid[None, :] * (count[None, 1:] - count[:, None]) - (total[None, 1:] - total[:, None])
+    cost = cost * per_row + call_tokens
+    cost[np.tril_indices(len(count), -1, len(grid))] = np.inf
+    best, chosen = cost[0], [[j] for j in range(len(grid))]
     for _ in range(most - 1):
-        with_one_more = best[:, None] + padding[1:]              # (last but one, last)
+        with_one_more = best[:, None] + cost[1:]                 # (last but one, last)
         before = with_one_more.argmin(0)
         better = with_one_more.min(0) < best
         chosen = [chosen[before[j]] + [j] if better[j] else chosen[j] for j in range(len(grid))]
         best = np.minimum(best, with_one_more.min(0))
-    # as many at a time as a row holds on average: few calls, few empty places
-    edges, per_row = [0, *(j + 1 for j in chosen[-1])], count * min(1, seq_len / total[-1])
-    return [(max(1, min(round(per_row[b] - per_row[a]), seq_len // int(grid[b - 1]))), int(grid[b - 1]))
+    edges, count = [0, *(j + 1 for j in chosen[-1])], count * per_row
+    return [(best_batch(count[b] - count[a], int(grid[b - 1]), seq_len, call_tokens), int(grid[b - 1]))
             for a, b in zip(edges, edges[1:])]
+
+
+def best_batch(mean, length, seq_len, call_tokens):
+    """Conversations of `length` a call, at most 4 rows' tokens, when a row has `mean` of them on average."""
+    some = np.arange(int(mean + 6 * mean ** 0.5) + 2)
+    log_p = some * np.log(mean) - mean - np.cumsum(np.log(np.maximum(some, 1)))
+    batch = np.arange(1, max(1, min(some[-1], 4 * seq_len // length)) + 1)[:, None]
+    calls = (np.exp(log_p) * -(-some // batch)).sum(1)
+    return int(np.argmin(calls * (call_tokens + batch[:, 0] * length))) + 1
 
 
 def plan_batches(lengths, shapes):
@@ -198,8 +212,7 @@ def inspect_data(conversations, tokenizer, seq_len, n):
           f"({s['supervised'] / s['tokens']:.3f})")
     quantiles = [f"{q}%: {int(v)}" for q, v in zip(quantiles, np.percentile(lengths, quantiles))]
     print(f"length quantiles: {', '.join(quantiles)}\n{len(rows)} rows of SEQ_LEN = {seq_len} an epoch, "
-          f"{1 - s['tokens'] / (len(rows) * seq_len):.3f} of them padding\n"
-          f"target shapes {target_shapes(lengths, seq_len)}")
+          f"{1 - s['tokens'] / (len(rows) * seq_len):.3f} of them padding")
     for title, counts in (("malformed", s["reasons"]), ("source", s["sources"])):
         for name, count in counts.items():
             print(f"{title} {name or 'not given'}: {count}")
