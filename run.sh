@@ -3,6 +3,10 @@
 #
 #   (no mode)   trains with the constants of train_dflash.py when their devices exist, else runs the demo
 #   train       trains with the constants, never falls back
+#   node        the same on several machines, one call on each with the same NAME=VALUE:
+#                   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash run.sh node ...   on 10.0.0.1
+#                   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 bash run.sh node ...   on the other
+#               machine 0 holds OUT; MASTER_PORT, 29500, is open there. ROWS_PER_STEP is each machine's
 #   demo        a small real run: target, training, one held-out prompt decoded; minutes on 2 CPU cores
 #   test        test_smoke.py, then tests/
 #   bench       tools/bench.py
@@ -68,6 +72,17 @@ demo() {
         "CKPT=$out/latest" "PROMPT=How can I keep my desk tidy?"   # held out: a row of data/demo_eval.jsonl
 }
 
+# One process a machine, its threads do the rest. After a signal the last save gets ten minutes instead of 30 s.
+node() {
+    local name
+    for name in NNODES NODE_RANK MASTER_ADDR; do
+        [[ -n ${!name:-} ]] || die "node: $name is not set; see bash run.sh help"
+    done
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
+    exec "$PYTHON" -m torch.distributed.run --nproc_per_node=1 --nnodes="$NNODES" --node_rank="$NODE_RANK" \
+        --master_addr="$MASTER_ADDR" --master_port="${MASTER_PORT:-29500}" train_dflash.py "$@"
+}
+
 tests() {
     need pytest pytest==9.2.0
     need hypothesis hypothesis==6.170.17
@@ -87,6 +102,7 @@ case $mode in
         if [[ $rc == 0 ]]; then exec "$PYTHON" train_dflash.py "$@"; fi
         echo "run.sh: running the demo instead (bash run.sh train insists on the devices above)"; demo "$@" ;;
     train) exec "$PYTHON" train_dflash.py "$@" ;;
+    node)  node "$@" ;;
     demo)  demo "$@" ;;
     test)  tests "$@" ;;
     bench) exec "$PYTHON" tools/bench.py "$@" ;;

@@ -16,7 +16,8 @@ The data path, in order (each name is a function below):
                  --evaluate / save------>  tau on held-out text; checkpoints that are servable as they are
 
 Words: a ROW is SEQ_LEN packed context tokens with NUM_ANCHORS anchors; a MICRO-STEP is forward and backward
-of one row; a STEP is one optimiser step over ROWS_PER_STEP rows, whichever drafters had them.
+of one row; a STEP is one optimiser step over ROWS_PER_STEP rows, whichever drafters had them. Under torchrun
+each of M machines does this with its own share of M*R rows, and `average` adds up over machines too.
 Shapes: S = SEQ_LEN, N = NUM_ANCHORS, K = BLOCK_SIZE, D hidden size, L tapped layers, R = ROWS_PER_STEP.
 """
 import ast
@@ -34,6 +35,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 import types
@@ -84,7 +86,7 @@ SEED: int = 0
 EPOCHS: int = 6                                       # horizon of the schedule when STEPS is None
 STEPS: int | None = None                              # horizon, optimiser steps
 STOP_AT: int | None = None                            # end early at this step; the schedule keeps its horizon
-ROWS_PER_STEP: int = 12                               # R, over all drafters
+ROWS_PER_STEP: int = 12                               # R, over the drafters of a machine
 LR: float = 6e-4
 WARMUP: float = 0.04                                  # share of the horizon, linear; cosine to 0 after it
 CLIP: float = 1.0                                     # global gradient norm
@@ -362,6 +364,8 @@ def preflight(run, weights):
         need(compiler, "COMPILE = True: Triton needs a C compiler on the PATH: install gcc, or set CC")
         need(header.exists(), f"COMPILE = True: Triton needs {header}: install python3-dev")
     n = sum(w.numel() for w in weights.values()) / 2**30
+    if run.machines.rank:
+        return  # machine 0 saves
     size, free, memory = n * 14, shutil.disk_usage(run.out).free / 2**30, free_memory()  # bf16, fp32, moments
     print(f"a checkpoint is {size:.2f} GiB, {KEEP} newest and the best are kept (KEEP), "
           f"{free:.1f} GiB free at OUT = {run.out}")
@@ -482,7 +486,7 @@ adamw_compiled = torch.compile(adamw, dynamic=False)
 class Replica:
     """One drafter: compute-dtype weights, fp32 masters, AdamW; the target's embedding and head beside."""
 
-    def __init__(self, index, config, device, embed, head, weights):
+    def __init__(self, index, config, device, embed, head, weights, machines=1):
         self.index, self.device, self.embed, self.head = index, device, embed, head
         attend, self.make_mask = flex_utils.make_attention(device, COMPILE, SMALL_KERNELS)
         with torch.device("meta"):
@@ -499,8 +503,9 @@ class Replica:
             for module in (*self.drafter.layers, self.drafter.hidden_norm, self.drafter.norm):
                 module.compile(dynamic=False)
         self.adamw, self.spec = adamw_compiled if compiled else adamw, loss_spec(device)
-        self.stats = torch.zeros(ROWS_PER_STEP, 5, dtype=torch.float64, device=device)
-        self.ring = torch.zeros(LOG_EVERY, ROWS_PER_STEP + 1, 5, dtype=torch.float64, device=device)
+        rows = ROWS_PER_STEP * machines
+        self.stats = torch.zeros(rows, 5, dtype=torch.float64, device=device)
+        self.ring = torch.zeros(LOG_EVERY, rows + 1, 5, dtype=torch.float64, device=device)
         self.jobs_seen, self.started, self.sums = 0, False, None
         self.copy_to_params()
 
@@ -561,7 +566,7 @@ def micro_step(run, w, item):
         result = md.row_loss(w.drafter, w.embed, w.head, item.hidden, item.slots[0], w.make_mask, w.spec)
         result.loss.backward()
     valid = item.slots[0].counted > 0
-    w.stats[item.index % ROWS_PER_STEP] = torch.stack([
+    w.stats[item.index % len(w.stats)] = torch.stack([
         result.loss.detach().double(), result.denominator.double(), (result.matches * valid).sum().double(),
         valid.sum().double(), (~torch.isfinite(result.loss.detach())).double()])
     run.tick()
@@ -575,7 +580,7 @@ def train_step(run, w, plan):
         if not w.started:
             run.start_barrier.wait()  # drafters only: a target here would leave the others' queues empty
             w.started = True
-    run.meet(lambda: run.average(plan.step))
+    run.meet(w.index == 0, lambda: run.average(plan.step))
     w.update(learning_rate(plan.step, run.horizon), plan.step % LOG_EVERY)
 
 
@@ -638,10 +643,10 @@ def evaluate(run, w, plan):
     """This drafter's eval rows; the leader adds up, logs, and finds out whether this is the best so far."""
     began = time.perf_counter()
     w.sums = EvalSums()
-    for item in run.take(w, "eval", range(len(run.eval_rows.rows))):
+    for item in run.take(w, "eval", run.eval_share()):
         evaluate_row(w, item, w.sums)
         run.tick()
-    run.meet(lambda: run.merge_evaluation(plan.step))
+    run.meet(w.index == 0, lambda: run.merge_evaluation(plan.step))
     if w.index == 0:
         run.eval_s += time.perf_counter() - began
 
@@ -665,6 +670,8 @@ def drafter_worker(run, d):
 # ----------------------------------------------------------------------------------------- checkpoints
 # what a resumed run must share with the one that wrote the checkpoint; the rest may change and is printed
 FIXED = ("SEED", "SEQ_LEN", "NUM_ANCHORS", "ROWS_PER_STEP", "LOSS", "CHAT_TEMPLATE_KWARGS")
+# what machines must share beside it, for every one decides by itself what happens after a step
+ALIKE = "LR", "WARMUP", "CLIP", "GAMMA", "LOG_EVERY", "EVAL_EVERY", "SAVE_EVERY", "K_BAD"
 
 
 def checksum(path):
@@ -751,9 +758,10 @@ def find_checkpoint(out):
 
 def check_resume(path, info, run):
     """Refuse what can't continue, naming both values; print what merely changed."""
-    theirs, ours, data = info["constants"], constants(), run.train_rows.conversations.fingerprint
+    theirs, ours, data = info["constants"], run.constants(), run.train_rows.conversations.fingerprint
     for name in FIXED:
-        need(theirs[name] == ours[name], f"{name} = {ours[name]!r}, but {path} has {theirs[name]!r}")
+        note = f", summed over machines, here {run.machines.size}" if name == "ROWS_PER_STEP" else ""
+        need(theirs[name] == ours[name], f"{name} = {ours[name]!r}, but {path} has {theirs[name]!r}{note}")
     need(info["horizon"] == run.horizon, f"the schedule's horizon is {run.horizon} steps, but {path} has "
          f"{info['horizon']}: set STEPS={info['horizon']} (STOP_AT ends early without changing it)")
     need(info["data"] == data, f"DATA = {DATA} has fingerprint {data}, but {path} has {info['data']}")
@@ -809,14 +817,15 @@ class Saver:
 class Plan(NamedTuple):
     step: int        # updates done before it
     evaluate: bool   # held-out rows first
-    rows: range      # row numbers of the step; empty at the very end
+    rows: range      # this machine's row numbers of the step; empty at the very end
 
 
 class Run(flex_utils.Crew):
     """What the threads share: the order of work, the queues, what is logged and kept."""
 
-    def __init__(self, out):
+    def __init__(self, out, machines=flex_utils.Alone()):
         super().__init__(len(DRAFTER_DEVICES))
+        self.machines, self.step_rows = machines, ROWS_PER_STEP * machines.size
         self.out, self.first, self.evaluated_before = out, 0, None  # of the checkpoint that was resumed
         # what a checkpoint brings back; window: [step, rows of its ring] since the last log line
         self.kept = {"best": None, "low_loss": None, "turned": False, "skipped": 0, "bad_run": 0,
@@ -832,14 +841,24 @@ class Run(flex_utils.Crew):
         """The same sequence in every thread."""
         for step in range(self.first, self.last + 1):
             due = EVAL_EVERY > 0 and (step == self.last or step % EVAL_EVERY == 0)
-            rows = range(step * ROWS_PER_STEP, (step + 1) * ROWS_PER_STEP) if step < self.last else range(0)
+            first = (step * self.machines.size + self.machines.rank) * ROWS_PER_STEP
+            rows = range(first, first + ROWS_PER_STEP) if step < self.last else range(0)
             yield Plan(step, due and step != self.evaluated_before, rows)
+
+    def eval_share(self):
+        """This machine's held-out rows: neighbours, so that every drafter has some (row e is e mod D's)."""
+        n, m = len(self.eval_rows.rows), self.machines
+        return range(n * m.rank // m.size, n * (m.rank + 1) // m.size)
+
+    def constants(self):
+        """As checkpoints keep them: the rows of a step are those of all machines."""
+        return {**constants(), "ROWS_PER_STEP": self.step_rows}
 
     def jobs(self):
         """(kind, index) of every row in the order in which it is used; job j is target j mod T's."""
         for plan in self.plans():
             if plan.evaluate:
-                yield from (("eval", e) for e in range(len(self.eval_rows.rows)))
+                yield from (("eval", e) for e in self.eval_share())
             yield from (("train", r) for r in plan.rows)
 
     def take(self, w, kind, indices):
@@ -861,7 +880,8 @@ class Run(flex_utils.Crew):
 
     def state(self):
         fills = [[q.qsize() for q in row] for row in self.queues]
-        return f"queues [target][drafter] {fills}; {GATE.holder()}"
+        silent = f"; machines not heard of {self.machines.silent()}" if self.machines.size > 1 else ""
+        return f"queues [target][drafter] {fills}; {GATE.holder()}{silent}"
 
     # ---- threads and signals
     def enter_thread(self, device):
@@ -881,7 +901,7 @@ class Run(flex_utils.Crew):
 
     # ---- once a step
     def average(self, step):
-        """Gradients and statistics summed over drafters, in every replica; the decision to stop."""
+        """Gradients and statistics summed over drafters and machines; the decision to stop, one for all."""
         lists = []
         for w in self.replicas:
             for p in w.params.values():
@@ -889,13 +909,15 @@ class Run(flex_utils.Crew):
                     p.grad = torch.zeros_like(p)
             lists.append([*(p.grad for p in w.params.values()), w.stats])
         with self.reduce_watch:
-            flex_utils.sum_over_replicas(lists, self.direct)
-        self.ending = self.signal is not None
+            # on the hosts: no device is waited for, and NCCL starts nothing that a dead machine would hang
+            signalled = max(self.machines.gather(self.signal or 0))
+            flex_utils.sum_over_replicas(lists, self.direct, self.machines)
+        self.signal, self.ending = self.signal or signalled or None, bool(signalled)
 
     def merge_evaluation(self, step):
         total, kept, low = EvalSums(), self.kept, self.kept["low_loss"]
-        for w in self.replicas:
-            total.add(w.sums)
+        for sums in itertools.chain(*self.machines.gather([w.sums for w in self.replicas])):
+            total.add(sums)
         metrics = total.metrics()
         loss, tau = metrics["eval_loss"], metrics["tau"]
         self.record({"step": step, **metrics})
@@ -908,7 +930,7 @@ class Run(flex_utils.Crew):
         if low is not None and loss > low["eval_loss"] and not kept["turned"]:
             kept["turned"] = True
             self.say(f"held-out loss turned: {low['eval_loss']:.4f} at step {low['step']}, now {loss:.4f}; "
-                     f"the best by tau is kept as {self.out / 'best'}")
+                     f"the best by tau is kept as {Path(OUT) / 'best'}")
         if low is None or loss < low["eval_loss"]:
             kept["low_loss"] = {"step": step, "eval_loss": loss}
 
@@ -917,8 +939,11 @@ class Run(flex_utils.Crew):
         last = self.ending or not plan.rows
         if plan.step > self.first and (best or last or plan.step % SAVE_EVERY == 0):
             self.read_ring(w, plan.step)
+            if self.machines.rank:
+                return  # machine 0 writes for all; the others follow what it would write, to decide alike
             info = {"step": plan.step, "horizon": self.horizon,
-                    "data": self.train_rows.conversations.fingerprint, **self.kept, "constants": constants()}
+                    "data": self.train_rows.conversations.fingerprint, **self.kept,
+                    "constants": self.constants()}
             self.saver.start(plan.step, w.state(), info, best)
             self.tick()
 
@@ -935,8 +960,8 @@ class Run(flex_utils.Crew):
         kept["window"] = kept["window"] + fresh  # a new list: the saver's thread may be writing the old one
 
     def report_bad(self, step, rows, name):
-        guilty = [step * ROWS_PER_STEP + i for i, row in enumerate(rows) if row[BAD]]
-        guilty = guilty or list(range(step * ROWS_PER_STEP, (step + 1) * ROWS_PER_STEP))
+        guilty = [step * self.step_rows + i for i, row in enumerate(rows) if row[BAD]]
+        guilty = guilty or list(range(step * self.step_rows, (step + 1) * self.step_rows))
         bad = {"step": step + 1, "rows": guilty, "first_bad_tensor": name}
         append_json(self.out / "bad_steps.jsonl", bad)
         where, n = f"rows {guilty}; first bad gradient {name}", self.kept["bad_run"]
@@ -984,7 +1009,7 @@ class Run(flex_utils.Crew):
     def tokens_between(self, first, last):
         lengths = self.train_rows.conversations.lengths
         return sum(int(lengths[self.train_rows.locate(i)[1]].sum())
-                   for i in range(first * ROWS_PER_STEP, last * ROWS_PER_STEP))
+                   for i in range(first * self.step_rows, last * self.step_rows))
 
     def restart_window(self, step):
         """Timing starts anew at `step`, up to which the ring has been read."""
@@ -1041,7 +1066,7 @@ def only_run_in(out):
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-        yield
+        yield out
 
 
 def commit():
@@ -1069,6 +1094,7 @@ def describe_run(run):
     facts = {"torch": torch.__version__, "transformers": transformers.__version__,
              "safetensors": safetensors.__version__, "python": sys.version.split()[0], "commit": commit(),
              "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+             "machines": run.machines.size,
              "trainable_parameters": sum(m.numel() for m in run.replicas[0].masters.values()),
              "horizon": run.horizon}
     for name, value in facts.items():
@@ -1079,7 +1105,8 @@ def describe_run(run):
     run.say(f"{stats['rows']} conversations, {stats['tokens']} tokens, "
             f"supervised {stats['supervised'] / stats['tokens']:.3f}; {n_rows} rows of {SEQ_LEN} an epoch; "
             f"steps {run.first} to {run.last} of {run.horizon}; "
-            f"{ROWS_PER_STEP} rows a step over {len(DRAFTER_DEVICES)} drafters "
+            f"{run.step_rows} rows a step over {run.machines.size} machines, "
+            f"{ROWS_PER_STEP} over {len(DRAFTER_DEVICES)} drafters here "
             f"({ROWS_PER_STEP / len(DRAFTER_DEVICES):.3g} each); "
             f"targets on {TARGET_DEVICES}, drafters on {DRAFTER_DEVICES}")
 
@@ -1090,7 +1117,7 @@ def read_data(run, tokenizer, vocab):
         read_conversations(DATA, tokenizer, "DATA", vocab, run.out), SEQ_LEN, NUM_ANCHORS, SEED)
     run.eval_rows = EvalRows(read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", vocab, run.out),
                              SEQ_LEN) if EVAL_EVERY else None
-    run.horizon = STEPS or run.train_rows.total(EPOCHS) // ROWS_PER_STEP
+    run.horizon = STEPS or run.train_rows.total(EPOCHS) // run.step_rows
     need(run.horizon, f"DATA = {DATA}: EPOCHS = {EPOCHS} give too few rows, ROWS_PER_STEP = {ROWS_PER_STEP}")
     run.last = min(run.horizon, STOP_AT or run.horizon)
 
@@ -1102,25 +1129,37 @@ def load_drafter(name):
         return md.load_drafter(globals()[name])
 
 
-def start_weights(run, found):
-    """-> (weights, trainer state or None): a checkpoint of OUT, INIT_FROM, or fresh ones from SEED."""
+def check_machines(run):
+    """All machines train the same thing on the same rows; UserError naming both values."""
+    files = {"DATA": run.train_rows, "EVAL_DATA": run.eval_rows}
+    mine = {n: rows and rows.conversations.fingerprint for n, rows in files.items()}
+    mine |= {n: constants()[n] for n in FIXED + ALIKE} | vars(run.config)
+    mine |= {"the last step": run.last, "the horizon": run.horizon}
+    for rank, theirs in enumerate(run.machines.gather(mine)):
+        for n in mine:
+            need(mine[n] == theirs[n], f"{n} = {mine[n]!r}, but machine (rank {rank}) has {theirs[n]!r}")
+
+
+def starting_point(run):
+    """-> ((first step, last evaluated one, what is kept), state): a checkpoint's whole state; or the masters
+    alone, of INIT_FROM or fresh ones from SEED."""
+    found = find_checkpoint(run.out)
     if found:
         path, info, state = found
         check_resume(path, info, run)
-        run.first, run.evaluated_before = info["step"], info["evaluated"]
-        run.kept = {name: info[name] for name in run.kept}
-        truncate_metrics(run.out, run.first)
-        print(f"resuming from {path}, step {run.first}")
-        return masters_of(state), state
+        truncate_metrics(run.out, info["step"])
+        print(f"resuming from {path}, step {info['step']}")
+        return (info["step"], info["evaluated"], {name: info[name] for name in run.kept}), state
     truncate_metrics(run.out, -1)  # of a run that was killed before its first save
     if INIT_FROM:
         theirs, weights = load_drafter("INIT_FROM")
         wrong = md.differences(run.config, theirs)
         need(not wrong, f"INIT_FROM = {INIT_FROM} doesn't fit: {'; '.join(wrong)}")
-        return weights, None
-    drafter = md.Drafter(run.config, None)
-    drafter.init_weights(SEED)
-    return drafter.state_dict(), None
+    else:
+        drafter = md.Drafter(run.config, None)
+        drafter.init_weights(SEED)
+        weights = drafter.state_dict()
+    return (0, None, run.kept), {f"master.{name}": weight for name, weight in weights.items()}
 
 
 def truncate_metrics(out, step):
@@ -1149,7 +1188,10 @@ def build(run):
     read_data(run, tokenizer, config.get_text_config().vocab_size)
     run.tick()
     run.config = drafter_config(config, tokenizer)
-    weights, state = start_weights(run, find_checkpoint(run.out))
+    check_machines(run)
+    begin, state = run.machines.from_first(lambda: starting_point(run))
+    run.first, run.evaluated_before, run.kept = begin
+    weights = masters_of(state)
     preflight(run, weights)
     targets, drafters = [torch.device(d) for d in TARGET_DEVICES], [torch.device(d) for d in DRAFTER_DEVICES]
     check_devices(run, targets, drafters)
@@ -1165,8 +1207,9 @@ def build(run):
     del model, head  # the head and the last layers leave the target's GPU here
     run.shapes = shapes_for(decoder, run.train_rows, run.eval_rows)
     run.decoders = [decoder] + [replica_of(decoder, d, run.bad_pairs) for d in targets[1:]]
-    run.replicas = [Replica(i, run.config, d, *shared[d], weights) for i, d in enumerate(drafters)]
-    for w in run.replicas if state else ():
+    run.replicas = [Replica(i, run.config, d, *shared[d], weights, run.machines.size)
+                    for i, d in enumerate(drafters)]
+    for w in run.replicas if "adam_step" in state else ():
         w.load_state(state)
     run.tick()
 
@@ -1206,13 +1249,15 @@ def signals_of(run):
 def train():
     """The whole job. -> exit code."""
     check_settings()
-    out = Path(OUT)
-    with only_run_in(out):
-        run = Run(out)
+    alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
+    machines = flex_utils.Alone() if alone else flex_utils.Machines(STALL_S)
+    # OUT is machine 0's alone: it may be shared, or missing elsewhere. What others write there goes with them
+    with tempfile.TemporaryDirectory() if machines.rank else only_run_in(Path(OUT)) as out:
+        run = Run(Path(out), machines)
         watchdog = start_thread("watchdog", run.watchdog, STALL_S, run.state)
         try:
             build(run)
-            run.board = tensorboard(out)
+            run.board = tensorboard(run.out)
             describe_run(run)
             allow_compiles = GATE.forbid_compiles_outside()
             hidden = not sys.stderr.isatty()
@@ -1229,11 +1274,13 @@ def train():
             watchdog.join()
             if run.board:
                 run.board.close()
-        return finish(run)
+        code = finish(run)
+    machines.leave(failed=run.error is not None)
+    return code
 
 
 def finish(run):
-    best, code, text = run.kept["best"], 0, f"done: {run.out / 'latest'}"
+    best, code, text = run.kept["best"], 0, f"done: {Path(OUT) / 'latest'}"
     if best:
         text += f"; best tau {best['tau']:.3f} at step {best['step']}"
     if run.error:

@@ -1,0 +1,182 @@
+"""Several processes of main() as torchrun starts them, over gloo: one run, one loss, one end."""
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import common
+from common import (Child, arguments, assert_same, data_file, distance, eval_lines, log_lines, losses, scratch,
+                    straight, threads, until, untimed)
+
+WHOLE = dict(ROWS_PER_STEP=4, STEPS=6, EVAL_EVERY=3, SAVE_EVERY=2, KEEP=9)
+HALF = dict(WHOLE, ROWS_PER_STEP=2)
+LONG = dict(HALF, STEPS=4000, EVAL_EVERY=0, SAVE_EVERY=100000)
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _machine(rank, size, port):
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def together(*settings):
+    """main() on len(settings) machines -> their children."""
+    port = free_port()
+    return [Child(["train", *arguments(**each)], _machine, (rank, len(settings), port))
+            for rank, each in enumerate(settings)]
+
+
+def pair(out, elsewhere, **settings):
+    """Two machines; the second one's OUT is a folder that must stay away."""
+    return together(dict(settings, out=out), dict(settings, out=elsewhere))
+
+
+def end_well(children):
+    for child in children:
+        assert child.code(60) == 0, child.text()[-3000:]
+
+
+@pytest.fixture(scope="module")
+def one_machine():
+    return straight(scratch() / "one_machine", **WHOLE)
+
+
+@pytest.fixture(scope="module")
+def two_machines():
+    out, elsewhere = scratch() / "two_machines", scratch() / "nothing_here"
+    end_well(pair(out, elsewhere, **HALF, **threads(1, 2)))
+    assert not elsewhere.exists()
+    return out
+
+
+def test_two_machines_are_one_with_twice_the_rows(one_machine, two_machines):
+    assert np.allclose(losses(two_machines), losses(one_machine), rtol=0, atol=2e-3)
+    assert len(losses(one_machine)) == 6
+    assert distance(two_machines / "latest", one_machine / "latest") < 1e-5
+    assert distance(one_machine / "step_00000006", one_machine / "step_00000002") > 0.02
+    for ours, theirs in zip(log_lines(two_machines), log_lines(one_machine), strict=True):
+        assert ours["lr"] == theirs["lr"] and ours["accept_len"] == pytest.approx(theirs["accept_len"], abs=0.1)
+
+
+def test_held_out_rows_are_dealt_and_added_up(one_machine, two_machines):
+    for ours, theirs in zip(eval_lines(two_machines), eval_lines(one_machine), strict=True):
+        assert ours["step"] == theirs["step"]
+        assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], abs=2e-3)
+        assert ours["tau"] == pytest.approx(theirs["tau"], abs=0.05)
+
+
+def test_epochs_count_the_rows_of_all_machines(tmp_path, one_machine):
+    """EPOCHS x rows / (M*R): the schedule's horizon."""
+    settings = dict(HALF, STEPS=None, EPOCHS=4, EVAL_EVERY=0)
+    end_well(pair(tmp_path / "two", tmp_path / "x", **settings))
+    alone = straight(tmp_path / "one", **dict(settings, ROWS_PER_STEP=4))
+    horizons = [json.loads((o / "run.json").read_text())["horizon"] for o in (tmp_path / "two", alone)]
+    assert horizons[0] == horizons[1] > 4
+    assert log_lines(tmp_path / "two")[-1]["step"] == log_lines(alone)[-1]["step"] == horizons[0]
+    assert distance(tmp_path / "two" / "latest", alone / "latest") < 1e-5
+
+
+def test_two_then_one_then_two_machines_resume_one_run(tmp_path, one_machine):
+    out = tmp_path / "o"
+    end_well(pair(out, tmp_path / "x", **HALF, STOP_AT=2))
+    straight(out, **WHOLE, STOP_AT=4)
+    end_well(pair(out, tmp_path / "x", **HALF))
+    assert distance(out / "latest", one_machine / "latest") < 1e-5
+    assert [m["step"] for m in log_lines(out)] == [1, 2, 3, 4, 5, 6] and not (tmp_path / "x").exists()
+    assert np.allclose(losses(out), losses(one_machine), rtol=0, atol=2e-3)
+
+
+def test_other_rows_a_step_are_refused_by_all(tmp_path, one_machine):
+    children = pair(one_machine, tmp_path / "x", **WHOLE)
+    assert [c.code(60) for c in children] == [2, 2]
+    assert "ROWS_PER_STEP = 8, but" in children[0].text() and "has 4" in children[0].text()
+    assert "machine (rank 0) left the run" in children[1].text()
+
+
+def test_unlike_settings_are_refused_by_all(tmp_path):
+    a, b = dict(HALF, out=tmp_path / "a"), dict(HALF, out=tmp_path / "b", DATA=data_file("other", 30, seed=9))
+    children = together(a, b)
+    assert [c.code(60) for c in children] == [2, 2]
+    for child, other in zip(children, (1, 0)):
+        assert re.search(rf"error: DATA = '\w+', but machine \(rank {other}\) has '\w+'", child.text())
+
+
+def started(out):
+    """Some steps are done."""
+    until(lambda: len(log_lines(out)) > 3, 40)
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_killed_machine_ends_the_other_which_names_it(tmp_path, dead):
+    children = pair(tmp_path / "o", tmp_path / "x", **LONG)
+    started(tmp_path / "o")
+    os.kill(children[dead].pid, signal.SIGKILL)
+    began = time.monotonic()
+    assert children[1 - dead].code(30) == 1 and time.monotonic() - began < 20
+    assert f"ERROR in thread drafter-0: machine (rank {dead}) left the run" in children[1 - dead].text()
+    assert children[dead].code() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("hit", [0, 1])
+def test_sigterm_to_one_stops_both_at_the_same_step(tmp_path, hit):
+    out = tmp_path / "o"
+    children = pair(out, tmp_path / "x", **LONG)
+    started(out)
+    os.kill(children[hit].pid, signal.SIGTERM)
+    assert [c.code(30) for c in children] == [128 + signal.SIGTERM] * 2
+    last = [max(map(int, re.findall(r"^step (\d+) ", c.text(), re.M))) for c in children]
+    assert last[0] == last[1] == int((out / "latest").resolve().name[5:]) < 4000
+    assert not (tmp_path / "x").exists()
+
+
+def _poisoned(rank, size, port, rows):
+    _machine(rank, size, port)
+    inner = common.trainer.target_features
+
+    def bad(decoder, taps, row, *args):
+        hidden = inner(decoder, taps, row, *args)
+        if row.index in rows:
+            hidden[0, 3, 5] = float("nan")
+        return hidden
+    common.trainer.target_features = bad
+
+
+def test_bad_rows_of_any_machine_are_skipped_and_counted_by_all(tmp_path):
+    """Rows 6 (machine 1, step 2) and 8.. (all, from step 3): K_BAD ends both at the same step."""
+    port, settings = free_port(), dict(LONG, K_BAD=3)
+    children = [Child(["train", *arguments(tmp_path / str(r), **settings)], _poisoned,
+                      (r, 2, port, {6, *range(12, 400)})) for r in (0, 1)]
+    assert [c.code(40) for c in children] == [1, 1]
+    bad = [json.loads(x) for x in (tmp_path / "0" / "bad_steps.jsonl").read_text().splitlines()]
+    assert [(b["step"], b["rows"]) for b in bad][:2] == [(2, [6]), (4, [12, 13, 14, 15])]
+    assert all("K_BAD = 3" in c.text() for c in children) and not (tmp_path / "1").exists()
+
+
+def test_the_same_two_machines_give_the_same_bits(tmp_path, two_machines):
+    end_well(pair(tmp_path / "o", tmp_path / "x", **HALF, **threads(2, 2)))
+    assert_same(tmp_path / "o" / "latest", two_machines / "latest")
+    assert untimed(tmp_path / "o") == untimed(two_machines)
+
+
+def test_alone_nothing_of_torch_distributed_starts(tmp_path, monkeypatch):
+    def started(*args, **kwargs):
+        raise AssertionError("torch.distributed started")
+    monkeypatch.setattr(torch.distributed, "init_process_group", started)
+    monkeypatch.setattr(torch.distributed, "TCPStore", started)
+    monkeypatch.setenv("WORLD_SIZE", "1")  # torchrun with one machine
+    straight(tmp_path / "o", STEPS=1)
+    monkeypatch.delenv("WORLD_SIZE")
+    straight(tmp_path / "p", STEPS=1)
+    assert not torch.distributed.is_initialized()
