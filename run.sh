@@ -72,7 +72,7 @@ demo() {
         "CKPT=$out/latest" "PROMPT=How can I keep my desk tidy?"   # held out: a row of data/demo_eval.jsonl
 }
 
-# One process a machine, its threads do the rest. After a signal the last save gets ten minutes instead of 30 s.
+# One process a machine, its threads do the rest. After a signal the last save gets ten minutes, not 30 s.
 node() {
     local name
     for name in NNODES NODE_RANK MASTER_ADDR; do

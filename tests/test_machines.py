@@ -180,3 +180,34 @@ def test_alone_nothing_of_torch_distributed_starts(tmp_path, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
     straight(tmp_path / "p", STEPS=1)
     assert not torch.distributed.is_initialized()
+
+
+def boxes(arguments, **env):
+    """`bash run.sh node` on two machines, as a user types it -> the two processes."""
+    env = {**os.environ, "PYTHON": sys.executable, "NNODES": "2", "MASTER_ADDR": "127.0.0.1",
+           "MASTER_PORT": str(free_port()), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10", **env}
+    return [subprocess.Popen(["bash", str(common.ROOT / "run.sh"), "node", *arguments], text=True,
+                             env={**env, "NODE_RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            for rank in (0, 1)]
+
+
+def test_run_sh_node_under_torchrun_stops_by_sigterm(tmp_path):
+    """Both boxes share OUT. The signal goes to torchrun of box 1, which hands it on."""
+    out = tmp_path / "o"
+    both = boxes(arguments(out, **LONG))
+    try:
+        started(out)
+        both[1].terminate()
+        texts = [b.communicate(timeout=20)[0] for b in both]
+    finally:
+        for b in both:  # not kill: torchrun's worker would live on
+            b.terminate()
+            b.wait(30)
+    assert all("ended by signal 15" in text for text in texts), texts
+    assert (out / "latest").resolve().name == f"step_{log_lines(out)[-1]['step']:08d}"
+    assert len((out / "train.log").read_text().split("constants: ")) == 2
+
+
+def test_run_sh_node_says_what_is_missing(tmp_path):
+    box = boxes([], MASTER_ADDR="")[0]
+    assert "MASTER_ADDR is not set" in box.communicate(timeout=20)[0] and box.returncode == 1
