@@ -247,7 +247,7 @@ def shapes_for(decoder, *streams):
     """target_shapes for these rows. What a call costs by itself is a guess: the host's time for a layer's
     kernels, while the device could do so many FLOP; a factor of two changes the shapes little."""
     weights = sum(p.numel() for p in decoder.layers.parameters())
-    layer_s, flops = (1e-3, 2e14) if next(decoder.parameters()).is_cuda else (1e-4, 1e11)
+    layer_s, flops = (1e-3, 1e14) if next(decoder.parameters()).is_cuda else (1e-4, 1e11)
     lengths = np.concatenate([s.conversations.lengths for s in streams if s])
     return target_shapes(lengths, SEQ_LEN, len(decoder.layers) * layer_s * flops / (2 * weights))
 
@@ -927,7 +927,7 @@ class Run(flex_utils.Crew):
         self.fresh_best = step > 0 and (kept["best"] is None or tau > kept["best"]["tau"])
         if self.fresh_best:
             kept["best"] = {"step": step, "tau": tau}
-        if low is not None and loss > low["eval_loss"] and not kept["turned"]:
+        if low is not None and loss > 1.001 * low["eval_loss"] and not kept["turned"]:  # more than rounding
             kept["turned"] = True
             self.say(f"held-out loss turned: {low['eval_loss']:.4f} at step {low['step']}, now {loss:.4f}; "
                      f"the best by tau is kept as {Path(OUT) / 'best'}")
