@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 
 import common
 import train_dflash as trainer
-from common import (EOS, VOCAB, assert_same, data_file, eval_lines, log_lines, metrics, plus_one_target,
-                    random_target, scratch, start, straight, threads, train, until, untimed)
+from common import (EOS, VOCAB, assert_same, complete, data_file, eval_lines, fail_at, log_lines, metrics,
+                    metrics_text, no_leftovers, plus_one_target, random_target, scratch, start, straight, threads,
+                    train, until, untimed)
 
 SHAPE = dict(ROWS_PER_STEP=2, STEPS=8, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=3)
 
@@ -35,21 +36,6 @@ def printed(capfd):
 
 
 # ------------------------------------------------------------------------------------------ dead threads
-
-
-def fail_at(monkeypatch, where, name, call):
-    """The call-th call of `name` raises, in whichever thread makes it. -> a list: that thread's name."""
-    inner, count, lock, died = getattr(where, name), [0], threading.Lock(), []
-
-    def failing(*args, **kwargs):
-        with lock:
-            count[0] += 1
-            if count[0] == call:
-                died.append(threading.current_thread().name)
-                raise RuntimeError(f"boom in {name}")
-        return inner(*args, **kwargs)
-    monkeypatch.setattr(where, name, failing)
-    return died
 
 
 STAGES = [("reader", "target", "RowStream.row"), ("target", "target", "target_features"),
@@ -296,21 +282,6 @@ def test_a_second_signal_ends_at_once(tmp_path, number, code):
 MANY = dict(ROWS_PER_STEP=2, STEPS=40, EVAL_EVERY=7, SAVE_EVERY=1, KEEP=2, LOG_EVERY=4)
 
 
-def complete(out):
-    """`latest`, if there is one, is a checkpoint that can be read."""
-    latest = Path(out) / "latest"
-    if latest.is_symlink():
-        assert len(load_file(latest / "model.safetensors")) == 2 * 11 + 3
-        assert trainer.read_checkpoint(latest)[0]["step"] == int(latest.resolve().name[5:])
-
-
-def no_leftovers(out):
-    """No temporary file of any kind."""
-    left = [p for p in Path(out).rglob("*") if p.name != ".lock" and any(
-        mark in p.name or p.name.startswith(".") for mark in ("part", "new", "tmp"))]
-    assert not left, left
-
-
 def test_kill_9_at_five_random_instants_changes_nothing(tmp_path):
     """A save is under way nearly all the time; the instants differ between runs, what comes out does not."""
     settings = dict(MANY, **threads(2, 2))
@@ -327,11 +298,6 @@ def test_kill_9_at_five_random_instants_changes_nothing(tmp_path):
     assert_same(out / "latest", base / "latest")
     assert untimed(out) == untimed(base)
     no_leftovers(out)
-
-
-def metrics_text(out):
-    path = Path(out) / "metrics.jsonl"
-    return path.read_text() if path.exists() else ""
 
 
 def _kill_at_operation(which):

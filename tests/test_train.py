@@ -3,7 +3,6 @@ import functools
 import json
 import math
 import random
-import threading
 import time
 
 import numpy as np
@@ -14,10 +13,9 @@ from transformers import AutoModelForCausalLM
 import common
 import model_drafter as md
 import train_dflash as trainer
-from common import (EOS, FIELDS, FIRST_WORD, MASK, assert_same, data_file, distance, eval_lines, log_lines,
-                    losses, metrics, plus_one_target, published, random_target, scratch, start, straight,
-                    threads,
-                    train, untimed, weights)
+from common import (EOS, FIELDS, FIRST_WORD, MASK, assert_same, data_file, dawdle, distance, eval_lines,
+                    log_lines, losses, metrics, plus_one_target, poison, published, random_target, scratch, start,
+                    straight, threads, train, untimed, weights)
 from flex_utils import attend_dense
 
 EVALUATED = dict(ROWS_PER_STEP=3, STEPS=6, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=9)
@@ -70,22 +68,6 @@ def test_replicas_hold_the_same_bits_after_every_step(tmp_path, monkeypatch):
     assert sorted(seen) == [0, 1, 2] and all(len(steps) == 6 for steps in seen.values())
     for other in (1, 2):
         assert all(torch.equal(a, b) for s, t in zip(seen[0], seen[other]) for a, b in zip(s, t))
-
-
-def dawdle(monkeypatch, name, seed, where=trainer, before=True):
-    """`name` of `where` sleeps for random times, different in every thread."""
-    inner, draws = getattr(where, name), {}
-
-    def slow(*args, **kwargs):
-        me = threading.current_thread().name
-        pause = draws.setdefault(me, random.Random(f"{seed} {name} {me}")).choice([0, 0, 0.002, 0.01, 0.03])
-        if before:
-            time.sleep(pause)
-        result = inner(*args, **kwargs)
-        if not before:
-            time.sleep(pause)
-        return result
-    monkeypatch.setattr(where, name, slow)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -302,18 +284,6 @@ def test_a_step_without_any_anchor_is_skipped(tmp_path, monkeypatch):
     assert distance(out / "step_00000003", out / "step_00000002") > 1e-6
     cosine = [0.003 * 0.5 * (1 + math.cos(math.pi * i / 3)) for i in range(3)]
     assert [m["lr"] for m in log_lines(out)] == pytest.approx([0.003, *cosine], rel=1e-9)
-
-
-def poison(monkeypatch, rows, value=math.nan):
-    """Hidden states of these training rows hold one bad number each."""
-    inner = trainer.target_features
-
-    def bad(decoder, taps, row, *args):
-        hidden = inner(decoder, taps, row, *args)
-        if row.index in rows:
-            hidden[0, 3, 5] = value
-        return hidden
-    monkeypatch.setattr(trainer, "target_features", bad)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
