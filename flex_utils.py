@@ -296,7 +296,7 @@ class Stopped(Exception):
 def out_of_memory(error):
     """One line with the device, its budget and what to lower; None for any other error."""
     text = (str(error).strip() or "MemoryError").splitlines()[0]
-    on_host = isinstance(error, MemoryError) or "can't allocate memory" in text  # torch's own is a RuntimeError
+    on_host = isinstance(error, MemoryError) or "can't allocate memory" in text  # torch raises RuntimeError
     if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
         named = re.search(r"GPU (\d+)", text)  # the main thread's current device need not be the full one
         i = int(named[1]) if named else torch.cuda.current_device()

@@ -379,7 +379,7 @@ def memory(bases, failures):
             time.sleep(0.2)
             steps = common.log_lines(job.out)
             try:
-                seen.setdefault(steps[-1]["step"] * 10 // MEMORY_STEPS if steps else 0, []).append(
+                seen.setdefault(min(9, steps[-1]["step"] * 10 // MEMORY_STEPS) if steps else 0, []).append(
                     state_of(job.child.pid))
             except (OSError, KeyError):
                 break  # it has just ended
