@@ -17,6 +17,7 @@ from common import (EOS, FIELDS, FIRST_WORD, MASK, assert_same, data_file, dawdl
                     log_lines, losses, metrics, plus_one_target, poison, published, random_target, scratch, start,
                     straight, threads, train, untimed, weights)
 from flex_utils import attend_dense
+from tools import packing
 
 EVALUATED = dict(ROWS_PER_STEP=3, STEPS=6, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=9)
 
@@ -30,7 +31,7 @@ def one_and_one():
 # ------------------------------------------------------------------------------- threads change nothing
 
 
-@pytest.mark.parametrize("targets, drafters", [(2, 3), (2, 1)])
+@pytest.mark.parametrize("targets, drafters", [(5, 3), (2, 2), (2, 1)])
 def test_any_number_of_threads_gives_the_same_run(one_and_one, tmp_path, targets, drafters):
     out = straight(tmp_path / "o", **EVALUATED, **threads(targets, drafters))
     assert np.allclose(losses(out), losses(one_and_one), rtol=0, atol=2e-3) and len(losses(out)) == 6
@@ -39,6 +40,22 @@ def test_any_number_of_threads_gives_the_same_run(one_and_one, tmp_path, targets
         assert ours["step"] == theirs["step"]
         assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], abs=2e-3)
         assert ours["tau"] == pytest.approx(theirs["tau"], abs=0.05)  # one argmax may turn on rounding
+
+
+def test_a_new_target_shape_at_step_300(tmp_path, monkeypatch):
+    """The one long conversation comes late: its shape runs alone, beside threads that are long warm."""
+    lengths, seen, inner = [34] * 639 + [60], [], trainer.plan_batches  # one a row
+    seed = next(s for s in range(99) if 600 < packing.pack(lengths, s, 0, 64).index([639]) < 630)
+    data = common.write_lines(tmp_path / "data.jsonl", [
+        {"input_ids": [FIRST_WORD + j % 40 for j in range(n)], "loss_mask": [0] * 4 + [1] * (n - 4)} for n in lengths])
+
+    def plan_batches(*args):
+        plan = inner(*args)
+        seen.append(plan[0][0])
+        return plan
+    monkeypatch.setattr(trainer, "plan_batches", plan_batches)
+    straight(tmp_path / "o", DATA=data, SEED=seed, NUM_ANCHORS=4, STEPS=320, LOG_EVERY=80, **threads(2, 2))
+    assert seen.count(1) == 1 and seen.index(1) > 590 and seen.count(0) == 639
 
 
 def test_the_run_did_move_the_weights(one_and_one):
