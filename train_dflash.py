@@ -1363,6 +1363,8 @@ def evaluate_checkpoint():
 
 def prompt_ids(tokenizer, text, device):
     """-> (1, T) token ids of a user's turn, up to where the answer begins."""
+    need(getattr(tokenizer, "chat_template", None),
+         f"TARGET = {TARGET} has no tokenizer with a chat template")
     return tokenizer.apply_chat_template(
         [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt",
         return_dict=True, **CHAT_TEMPLATE_KWARGS)["input_ids"].to(device)
@@ -1385,8 +1387,6 @@ def plain_greedy(model, ids, stop):
 def generate():
     """`generate CKPT=... PROMPT=...`: one prompt, plain greedy beside speculative. -> exit code."""
     model, tokenizer, w = open_checkpoint()
-    need(getattr(tokenizer, "chat_template", None),
-         f"TARGET = {TARGET} has no tokenizer with a chat template: `generate` can't put PROMPT into it")
     w.drafter.attend = flex_utils.attend_dense
     ids, stop = prompt_ids(tokenizer, PROMPT, model.device), stop_tokens(model, tokenizer)
     times = [time.perf_counter()]

@@ -14,8 +14,8 @@ import common
 import model_drafter as md
 import train_dflash as trainer
 from common import (EOS, FIELDS, FIRST_WORD, MASK, assert_same, data_file, dawdle, distance, eval_lines,
-                    log_lines, losses, metrics, plus_one_target, poison, published, random_target, scratch, start,
-                    straight, threads, train, untimed, weights)
+                    log_lines, losses, metrics, plus_one_target, poison, published, random_target, scratch,
+                    start, straight, threads, train, untimed, weights)
 from flex_utils import attend_dense
 from tools import packing
 

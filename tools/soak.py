@@ -11,8 +11,8 @@ main()          the parts of PARTS, then a table; the exit status is 1 iff anyth
 Everything is done from outside: a child process forked from a server that has imported the trainer (it has no
 threads, so it starts in milliseconds), whose functions are wrapped there (tests/common.py). After every kill
 `latest` is read and its checksums compared. At the end of every job: the same bits in all tensors, the same
-metrics.jsonl and bad_steps.jsonl (no gap, no double), no temporary file; a child that ends by itself leaves no
-thread and no open file.
+metrics.jsonl and bad_steps.jsonl (no gap, no double), no temporary file; a child that ends by itself leaves
+no thread and no open file.
 """
 import gc
 import json
@@ -81,8 +81,10 @@ def raise_in(where, name):
 
 WRAPPED = {
     "NaN rows": nan_rows, "slow target": slow_target, "slow disk": slow_disk,
-    "raise in reader": raise_in(trainer.RowStream, "row"), "raise in target": raise_in(trainer, "target_features"),
-    "raise in drafter": raise_in(trainer, "micro_step"), "raise in average": raise_in(trainer.Run, "average"),
+    "raise in reader": raise_in(trainer.RowStream, "row"),
+    "raise in target": raise_in(trainer, "target_features"),
+    "raise in drafter": raise_in(trainer, "micro_step"),
+    "raise in average": raise_in(trainer.Run, "average"),
     "raise in saver": raise_in(trainer, "write_checkpoint")}
 
 
@@ -163,7 +165,7 @@ class Job:
         return False
 
     def compare(self, base, windows=True):
-        """windows: log lines are means over the same steps. A signal adds a line of its own, which cuts one."""
+        """windows: log lines are means over the same steps. A signal adds a line, which cuts one."""
         common.assert_same(self.out / "latest", base.out / "latest")
         ours, theirs = common.untimed(self.out), common.untimed(base.out)
         keys = [(m["step"], "tau" in m) for m in ours]
@@ -171,7 +173,8 @@ class Job:
         if not windows:
             means, by_key = ("loss", "accept_len", "grad_norm"), dict(zip(keys, ours))
             ours = [by_key.get((m["step"], "tau" in m), {}) for m in theirs]
-            ours, theirs = ([{k: v for k, v in m.items() if k not in means} for m in x] for x in (ours, theirs))
+            ours, theirs = ([{k: v for k, v in m.items() if k not in means} for m in lines]
+                            for lines in (ours, theirs))
         assert ours == theirs, "metrics.jsonl differs"
         ours, theirs = (bad_steps(job.out) for job in (self, base))
         assert ours == theirs, "bad_steps.jsonl differs"
@@ -185,7 +188,8 @@ def bad_steps(out):
 
 
 def undisturbed():
-    """-> the runs to compare with; the job without and with bad rows, each one twice: it must be deterministic."""
+    """-> the runs to compare with: the job without and with bad rows. Each one twice, for it must be
+    deterministic."""
     bases = {}
     for faults in ((), ("NaN rows",)):
         for n in (1, 2):
@@ -255,9 +259,10 @@ def kills(bases, failures):
     rng, total, rows, n = random.Random(SEED), Counter(), {}, 0
     while total["kills"] < KILLS:
         faults = KINDS[n % len(KINDS)]
-        job, counts = Job(f"killed_{n}", faults, n), rows.setdefault(", ".join(faults) or "nothing else", Counter())
+        job, beside = Job(f"killed_{n}", faults, n), " ".join(faults) or "nothing else"
+        counts = rows.setdefault(beside, Counter())
         n, before = n + 1, counts["kills"]
-        with attempt(f"kill -9, {faults}, job {n}", job, failures):
+        with attempt(f"kill -9 and {beside}, job {n}", job, failures):
             while total["kills"] + counts["kills"] - before < KILLS and kill_once(job, rng, counts):
                 pass
             job.finish()
@@ -267,7 +272,7 @@ def kills(bases, failures):
     names = ("jobs", "kills", "aimed at starting", "aimed at stepping", "aimed at saving",
              "in the middle of a save", "before the first checkpoint")
     rows["all"] = sum(rows.values(), Counter())
-    return [["killed with -9, and beside it:", *names], *([k, *(c[n] for n in names)] for k, c in rows.items())]
+    return [["kill -9 and", *names], *([k, *(c[name] for name in names)] for k, c in rows.items())]
 
 
 def raised(kind):
@@ -275,7 +280,8 @@ def raised(kind):
         job.start(kind)
         job.end(1)
         text = job.child.text()
-        assert "boom in" in text and "Traceback" in text and "ERROR in thread " in text, "no traceback, or no name"
+        said = [x in text for x in ("boom in", "Traceback", "ERROR in thread ")]
+        assert all(said), f"error, traceback, name: {said}"
         return f"exit 1, {text.split('ERROR in thread ')[1].split(':')[0].rstrip('-01')} named"
     return fault
 
@@ -328,10 +334,12 @@ def write_block(f, size):
 def small_disk(folder, mib=4):
     """A tmpfs on the folder. -> could it be mounted?"""
     folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "soak", str(folder)], capture_output=True)
-    yield done.returncode == 0
-    if done.returncode == 0:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "soak", folder], capture_output=True)
+    try:
+        yield done.returncode == 0
+    finally:
+        if done.returncode == 0:
+            subprocess.run(["umount", "-l", folder], check=True)
 
 
 FAULTS = {**{k: raised(k) for k in WRAPPED if k.startswith("raise")},
@@ -339,8 +347,8 @@ FAULTS = {**{k: raised(k) for k in WRAPPED if k.startswith("raise")},
 
 
 def faults(bases, failures):
-    """Half of the jobs have bad rows too; every fourth one starts with a checkpoint that is there already."""
-    rng, rows = random.Random(SEED), [["fault", "runs", "what the run did", "the next run equals the undisturbed"]]
+    """Half of the jobs have bad rows too."""
+    rng, rows = random.Random(SEED), [["fault", "runs", "what the run did", "equal in the end"]]
     for kind, fault in FAULTS.items():
         said, equal = Counter(), 0
         for n in range(REPEATS):
@@ -371,8 +379,8 @@ def state_of(pid):
 
 def memory(bases, failures):
     """The median of the second tenth of the job against that of its last."""
-    job, seen, begin = Job("long", (), 0, STEPS=MEMORY_STEPS, LOG_EVERY=MEMORY_STEPS // 100, EVAL_EVERY=500,
-                           SAVE_EVERY=100), {}, time.monotonic()
+    job, seen = Job("long", (), 0, STEPS=MEMORY_STEPS, LOG_EVERY=MEMORY_STEPS // 100, EVAL_EVERY=500,
+                           SAVE_EVERY=100), {}
     with attempt("memory", job, failures):
         job.start()
         while job.child.process.exitcode is None:
@@ -386,8 +394,7 @@ def memory(bases, failures):
         job.end(0)
         middle = {tenth: [sorted(x)[len(x) // 2] for x in zip(*states)] for tenth, states in seen.items()}
         growth = middle[9][0] / middle[1][0] - 1
-        say(f"{MEMORY_STEPS} steps in {time.monotonic() - begin:.0f} s: resident memory {growth:+.2%} from the "
-            f"second tenth to the last")
+        say(f"\n{MEMORY_STEPS} steps: resident memory {growth:+.2%} from the second tenth to the last")
         assert abs(growth) <= FLAT, f"resident memory {growth:+.2%}, FLAT = {FLAT}"
         assert middle[9][1:] == middle[1][1:], f"threads and files {middle[1][1:]}, later {middle[9][1:]}"
         CHECKS["memory, threads and open files flat"] += 1
@@ -409,15 +416,17 @@ def override(words):
             raise SystemExit(f"soak: {word}: expected {SETTINGS[name]}") from None
     wrong = [p for p in PARTS if p not in ("kills", "faults", "memory")]
     if wrong or min(KILLS, STEPS, REPEATS, MEMORY_STEPS) < 1 or STEPS < 25:
-        raise SystemExit(f"soak: PARTS={','.join(PARTS)}: kills, faults, memory; numbers from 1, STEPS from 25")
+        raise SystemExit(f"soak: PARTS={','.join(PARTS)} (kills, faults, memory), STEPS={STEPS} (25 or more), "
+                         f"KILLS={KILLS}, REPEATS={REPEATS}, MEMORY_STEPS={MEMORY_STEPS} (1 or more)")
 
 
 def main(words):
     override(words)
     os.environ["XDG_CACHE_HOME"] = str(common.scratch() / "cache")
     failures, begin = [], time.monotonic()
-    say(f"torch {torch.__version__.split('+')[0]}, {os.cpu_count()} CPU cores, commit {trainer.commit()}, python "
-        f"tools/soak.py {' '.join(words)}\n" + " ".join(f"{n}={globals()[n]}" for n in SETTINGS if n != "OUT"))
+    say(f"torch {torch.__version__.split('+')[0]}, {os.cpu_count()} CPU cores, commit {trainer.commit()}")
+    say(f"python tools/soak.py {' '.join(words)}")
+    say(" ".join(f"{n}={globals()[n]}" for n in SETTINGS if n != "OUT"))
     bases = undisturbed()
     for part in PARTS:
         began = time.monotonic()
