@@ -653,6 +653,8 @@ def evaluate(run, w, plan):
     began = time.perf_counter()
     w.sums = EvalSums()
     for item in run.take(w, "eval", run.eval_share()):
+        if run.signal is not None:  # the resumed run evaluates here anew
+            break
         evaluate_row(w, item, w.sums)
         run.tick()
     run.meet(w.index == 0, lambda: run.merge_evaluation(plan.step))
@@ -920,11 +922,17 @@ class Run(flex_utils.Crew):
             lists.append([*(p.grad for p in w.params.values()), w.stats])
         with self.reduce_watch:
             # on the hosts: no device is waited for, and NCCL starts nothing that a dead machine would hang
-            signalled = max(self.machines.gather(self.signal or 0))
+            self.end_if_signalled()
             flex_utils.sum_over_replicas(lists, self.direct, self.machines)
+
+    def end_if_signalled(self):
+        signalled = max(self.machines.gather(self.signal or 0))
         self.signal, self.ending = self.signal or signalled or None, bool(signalled)
 
     def merge_evaluation(self, step):
+        self.end_if_signalled()
+        if self.ending:  # some drafters may have left their rows
+            return
         total, kept, low = EvalSums(), self.kept, self.kept["low_loss"]
         for sums in itertools.chain(*self.machines.gather([w.sums for w in self.replicas])):
             total.add(sums)

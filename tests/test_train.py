@@ -46,8 +46,9 @@ def test_a_new_target_shape_at_step_300(tmp_path, monkeypatch):
     """The one long conversation comes late: its shape runs alone, beside threads that are long warm."""
     lengths, seen, inner = [34] * 639 + [60], [], trainer.plan_batches  # one a row
     seed = next(s for s in range(99) if 600 < packing.pack(lengths, s, 0, 64).index([639]) < 630)
-    data = common.write_lines(tmp_path / "data.jsonl", [
-        {"input_ids": [FIRST_WORD + j % 40 for j in range(n)], "loss_mask": [0] * 4 + [1] * (n - 4)} for n in lengths])
+    data = common.write_lines(tmp_path / "data.jsonl", (
+        {"input_ids": [FIRST_WORD + j % 40 for j in range(n)], "loss_mask": [0] * 4 + [1] * (n - 4)}
+        for n in lengths))
 
     def plan_batches(*args):
         plan = inner(*args)
