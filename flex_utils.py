@@ -286,6 +286,8 @@ def refusing(text, *kinds):
     try:
         yield
     except kinds as e:
+        if out_of_memory(e):  # some are RuntimeErrors
+            raise
         raise UserError(f"{text}: {first_line(e)}") from None
 
 

@@ -70,7 +70,8 @@ LOWER = "SEQ_LEN", "NUM_ANCHORS", "LOSS_CHUNK", "QUEUE_DEPTH", "TARGET_DEVICES",
 @pytest.mark.parametrize("path, role, error", [
     ("micro_step", "thread drafter-0", FULL_DEVICE), ("target_features", "thread target-0", FULL_DEVICE),
     ("Run.average", "thread drafter-0", FULL_HOST), ("write_checkpoint", "thread saver", MemoryError()),
-    ("load_target", "error", FULL_DEVICE), ("Replica.load_state", "error", FULL_HOST)])
+    ("load_target", "error", FULL_DEVICE), ("target_files.check_weights", "error", FULL_DEVICE),
+    ("Replica.load_state", "error", FULL_HOST)])
 def test_out_of_memory_is_one_line(tmp_path, monkeypatch, capfd, undisturbed, path, role, error):
     """Role, device, budget and the constants to lower; also in the main thread, while loading."""
     def full(*args):
@@ -129,7 +130,6 @@ WRONG = {
     "falling taps": (dict(TARGET_LAYER_IDS="2,0"), "TARGET_LAYER_IDS", "[2, 0]"),
     "too few layers": (dict(TARGET_LAYER_IDS=None), "TARGET_LAYER_IDS", "4 layers"),
     "no target": (dict(TARGET="/nowhere/model"), "TARGET", "/nowhere/model", "not a directory here"),
-    "target offline": (dict(TARGET="no/such"), "TARGET = no/such", "offline", "gated", "hf auth login"),
     "negative seed": (dict(SEED=-1), "SEED", "-1"),
     "negative temperature": (dict(TEMPERATURE=-1), "TEMPERATURE", "-1"),
     "no data": (dict(DATA="/nowhere/train.jsonl"), "DATA", "/nowhere/train.jsonl"),
@@ -162,12 +162,13 @@ def test_a_target_whose_weights_are_missing_is_refused(tmp_path, capfd):
     assert "layers.1.mlp.up_proj.weight" in capfd.readouterr().err.splitlines()[-1]
 
 
-def test_a_gated_target_says_what_to_do(tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("why", ["You are trying to access a gated repo.", "We couldn't connect to the hub"])
+def test_a_gated_or_unreachable_target_says_what_to_do(tmp_path, monkeypatch, capfd, why):
     def refused(name):
-        raise OSError("You are trying to access a gated repo.\nMake sure to have access to it")
-    monkeypatch.setattr(trainer.AutoConfig, "from_pretrained", refused)
+        raise OSError(f"{why}\nand more lines")
+    monkeypatch.setattr(trainer.target_files.AutoConfig, "from_pretrained", refused)
     assert train(tmp_path / "o", TARGET="owner/gated") == 2
-    one_line(capfd, "TARGET = owner/gated", "gated repo", "licence", "hf auth login")
+    one_line(capfd, "TARGET = owner/gated", why, "offline", "licence", "hf auth login")
 
 
 @pytest.mark.parametrize("argv, wanted", [
@@ -417,7 +418,7 @@ def test_a_second_signal_ends_at_once(tmp_path, number, code):
 
 
 def test_ctrl_c_before_training_has_begun(tmp_path, monkeypatch, capfd):
-    def load_target(device):
+    def load_target(*args):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(9)
     monkeypatch.setattr(trainer, "load_target", load_target)

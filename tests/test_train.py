@@ -55,6 +55,7 @@ def test_a_new_target_shape_at_step_300(tmp_path, monkeypatch):
         seen.append(plan[0][0])
         return plan
     monkeypatch.setattr(trainer, "plan_batches", plan_batches)
+    monkeypatch.setattr(trainer, "target_shapes", lambda *args: [(1, 40), (1, 64)])
     straight(tmp_path / "o", DATA=data, SEED=seed, NUM_ANCHORS=4, STEPS=320, LOG_EVERY=80, **threads(2, 2))
     assert seen.count(1) == 1 and seen.index(1) > 590 and seen.count(0) == 639
 
