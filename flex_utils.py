@@ -17,6 +17,7 @@ This module imports nothing of the trainer (under `__main__` that would make a s
 import faulthandler
 import os
 import re
+import resource
 import sys
 import threading
 import time
@@ -285,11 +286,32 @@ def refusing(text, *kinds):
     try:
         yield
     except kinds as e:
+        if out_of_memory(e):  # some are RuntimeErrors
+            raise
         raise UserError(f"{text}: {first_line(e)}") from None
 
 
 class Stopped(Exception):
     """Raised inside a worker that has to end because the run does."""
+
+
+def out_of_memory(error):
+    """One line with the device, its budget and what to lower; None for any other error."""
+    text = (str(error).strip() or "MemoryError").splitlines()[0]
+    on_host = isinstance(error, MemoryError) or "can't allocate memory" in text  # torch raises RuntimeError
+    if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
+        named = re.search(r"GPU (\d+)", text)  # the main thread's current device need not be the full one
+        i = int(named[1]) if named else torch.cuda.current_device()
+        device, total = f"cuda:{i}", torch.cuda.get_device_properties(i).total_memory
+        peak = torch.cuda.max_memory_allocated(i)
+    elif on_host or isinstance(error, torch.OutOfMemoryError):
+        device, total = "host", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
+    else:
+        return None
+    return (f"out of memory on {device}: peak {peak / 2**30:.2f} of {total / 2**30:.2f} GiB. Lower SEQ_LEN, "
+            "NUM_ANCHORS, LOSS_CHUNK or QUEUE_DEPTH, or give this role a device of its own (TARGET_DEVICES, "
+            f"DRAFTER_DEVICES). {text}")
 
 
 class Crew:
@@ -331,14 +353,10 @@ class Crew:
         except (Stopped, threading.BrokenBarrierError):
             if not self.stop.is_set():
                 self.fail(traceback.format_exc())
-        except torch.OutOfMemoryError as e:
-            self.fail(f"out of device memory: {str(e).splitlines()[0]} Lower SEQ_LEN, NUM_ANCHORS, "
-                      "LOSS_CHUNK or QUEUE_DEPTH, or give this role another device (TARGET_DEVICES, "
-                      "DRAFTER_DEVICES)")
         except UserError as e:
             self.fail(str(e))
         except BaseException as e:
-            self.fail(too_large_for_device(e) or traceback.format_exc())
+            self.fail(out_of_memory(e) or too_large_for_device(e) or traceback.format_exc())
 
     def fail(self, text):
         with self.error_lock:

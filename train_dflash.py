@@ -22,6 +22,7 @@ Shapes: S = SEQ_LEN, N = NUM_ANCHORS, K = BLOCK_SIZE, D hidden size, L tapped la
 """
 import ast
 import copy
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -56,7 +57,7 @@ import flex_utils
 import model_drafter as md
 from flex_utils import UserError, need, refusing
 from tools import target as target_files
-from tools.conversations import Settings, build_conversations, render
+from tools.conversations import Settings, build_conversations, render, resolve_files
 from tools.packing import EvalRows, Row, RowStream, inspect_data, plan_batches, run_length, target_shapes
 
 # ------------------------------------------------------------------ constants: they ARE the 8-GPU job
@@ -104,7 +105,8 @@ SAVE_EVERY: int = 500                                 # steps
 KEEP: int = 2                                         # newest checkpoints kept, beside the best
 RESUME: str = "auto"                                  # "auto" | "no" | a checkpoint directory
 STALL_S: int = 900                                    # seconds without a move: print all stacks, end
-K_BAD: int = 10                                       # non-finite steps in a row that end the run
+K_BAD: int = 10                                       # non-finite steps in a row that end the run; counted
+                                                      # when it logs or saves: no host sync in between
 # eval and generate
 CKPT: str = ""                                        # checkpoint directory
 PROMPT: str = "Why is the sky blue?"
@@ -177,6 +179,8 @@ def check_settings():
     for name, ok, wanted in (
             ("BLOCK_SIZE", BLOCK_SIZE >= 2, "2 or more, the anchor and at least one drafted token"),
             ("EVAL_EVERY", EVAL_EVERY >= 0, "0 (never) or above"),
+            ("SEED", SEED >= 0, "0 or above"),
+            ("TEMPERATURE", TEMPERATURE >= 0, "0 (greedy) or above"),
             ("WARMUP", 0 <= WARMUP < 1, "a share of the horizon, 0 <= WARMUP < 1"),
             ("MAX_BAD_SHARE", 0 <= MAX_BAD_SHARE <= 1, "a share, 0 to 1"),
             ("LAYER_TYPES", LAYER_TYPES is None or len(LAYER_TYPES) == DRAFT_LAYERS,
@@ -188,8 +192,6 @@ def check_settings():
     one_of("LOSS_FORM", LOSS_FORM, ("fused", "checkpoint"))
     for kind in LAYER_TYPES or ():
         one_of("an entry of LAYER_TYPES", kind, ("full_attention", "sliding_attention"))
-    need_devices("TARGET_DEVICES", TARGET_DEVICES)
-    need_devices("DRAFTER_DEVICES", DRAFTER_DEVICES)
 
 
 def device_names():
@@ -354,8 +356,13 @@ def free_memory():
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2**30
 
 
-def preflight(run, weights):
-    """What would fail late is said now: compiler, disk, host memory."""
+def preflight(run):
+    """What would fail late is said before anything slow: compiler, disk, host memory, files."""
+    for name in ("DATA", "EVAL_DATA") if EVAL_EVERY else ("DATA",):
+        resolve_files(globals()[name], name)
+    for part in run.out.glob(".part_*"):
+        print(f"{part} is a save that was cut off: removed, the complete one before it counts")
+        shutil.rmtree(part)
     if COMPILE and any(d.startswith("cuda") for d in DRAFTER_DEVICES):
         compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
         header = Path(sysconfig.get_paths()["include"], "Python.h")
@@ -363,14 +370,16 @@ def preflight(run, weights):
              f"COMPILE = True: flex_attention needs a head_dim of 16 or more, this is {run.config.head_dim}")
         need(compiler, "COMPILE = True: Triton needs a C compiler on the PATH: install gcc, or set CC")
         need(header.exists(), f"COMPILE = True: Triton needs {header}: install python3-dev")
-    n = sum(w.numel() for w in weights.values()) / 2**30
     if run.machines.rank:
         return  # machine 0 saves
+    with torch.device("meta"):
+        n = sum(p.numel() for p in md.Drafter(run.config, None).parameters()) / 2**30
     size, free, memory = n * 14, shutil.disk_usage(run.out).free / 2**30, free_memory()  # bf16, fp32, moments
+    wanted = size * max(1, KEEP + 2 - len(step_directories(run.out)))  # a run to resume has some already
     print(f"a checkpoint is {size:.2f} GiB, {KEEP} newest and the best are kept (KEEP), "
           f"{free:.1f} GiB free at OUT = {run.out}")
-    need(free >= size * (KEEP + 2), f"OUT = {run.out}: {free:.1f} GiB free, KEEP = {KEEP}, the best "
-         f"and one being written need {size * (KEEP + 2):.1f}")
+    need(free >= wanted, f"OUT = {run.out}: {free:.1f} GiB free, KEEP = {KEEP}, the best "
+         f"and one being written need {wanted:.1f} more")
     if memory < n * 12:
         print(f"WARNING: {memory:.1f} GiB of host memory is free, a save copies {n * 12:.1f} GiB there")
 
@@ -644,6 +653,8 @@ def evaluate(run, w, plan):
     began = time.perf_counter()
     w.sums = EvalSums()
     for item in run.take(w, "eval", run.eval_share()):
+        if run.signal is not None:  # the resumed run evaluates here anew
+            break
         evaluate_row(w, item, w.sums)
         run.tick()
     run.meet(w.index == 0, lambda: run.merge_evaluation(plan.step))
@@ -740,8 +751,6 @@ def find_checkpoint(out):
     if RESUME not in ("auto", "no"):
         with refusing(f"RESUME = {RESUME}: not a complete checkpoint of this trainer", ValueError):
             return Path(RESUME), *read_checkpoint(Path(RESUME))
-    for part in out.glob(".part_*"):  # a save that was cut off
-        shutil.rmtree(part)
     found = step_directories(out)
     if (out / "latest").exists():  # newer ones were left behind by a run that went back to it
         found = [p for p in found if p.name <= os.readlink(out / "latest")]
@@ -778,13 +787,15 @@ class Saver:
     def __init__(self, run):
         self.run, self.thread, self.failed = run, None, None
 
-    def start(self, *args):
+    def start(self, step, state, *rest):
+        """state(): the copy to host memory, made when the last one is on the disk."""
         self.wait()
-        self.thread = start_thread("saver", self.run.guarded, self.write, *args, daemon=False)
+        self.thread = start_thread("saver", self.run.guarded, self.write, step, state(), *rest, daemon=False)
 
     def write(self, step, state, info, best):
         out = self.run.out
         try:
+            self.run.need_written()  # a run that resumes here must find every line up to here
             final = write_checkpoint(out, step, self.run.config, state, info)
             point(out / "latest", final)
             if best:
@@ -831,7 +842,8 @@ class Run(flex_utils.Crew):
         self.kept = {"best": None, "low_loss": None, "turned": False, "skipped": 0, "bad_run": 0,
                      "evaluated": None, "window": []}
         self.ending, self.signal, self.fresh_best = False, None, False
-        self.log_lock, self.saver, self.bar, self.board = threading.Lock(), Saver(self), None, None
+        self.log_lock, self.saver, self.bar, self.board = threading.RLock(), Saver(self), None, None
+        self.unwritten = {}  # file of OUT -> lines that a full disk refused
         self.reduce_watch = flex_utils.Stopwatch(torch.device(DRAFTER_DEVICES[0]))
         self.queues = [[queue.Queue(QUEUE_DEPTH) for _ in DRAFTER_DEVICES] for _ in TARGET_DEVICES]
         self.restart_window(0)
@@ -910,11 +922,17 @@ class Run(flex_utils.Crew):
             lists.append([*(p.grad for p in w.params.values()), w.stats])
         with self.reduce_watch:
             # on the hosts: no device is waited for, and NCCL starts nothing that a dead machine would hang
-            signalled = max(self.machines.gather(self.signal or 0))
+            self.end_if_signalled()
             flex_utils.sum_over_replicas(lists, self.direct, self.machines)
+
+    def end_if_signalled(self):
+        signalled = max(self.machines.gather(self.signal or 0))
         self.signal, self.ending = self.signal or signalled or None, bool(signalled)
 
     def merge_evaluation(self, step):
+        self.end_if_signalled()
+        if self.ending:  # some drafters may have left their rows
+            return
         total, kept, low = EvalSums(), self.kept, self.kept["low_loss"]
         for sums in itertools.chain(*self.machines.gather([w.sums for w in self.replicas])):
             total.add(sums)
@@ -944,7 +962,7 @@ class Run(flex_utils.Crew):
             info = {"step": plan.step, "horizon": self.horizon,
                     "data": self.train_rows.conversations.fingerprint, **self.kept,
                     "constants": self.constants()}
-            self.saver.start(plan.step, w.state(), info, best)
+            self.saver.start(plan.step, w.state, info, best)
             self.tick()
 
     def read_ring(self, w, step):
@@ -963,7 +981,7 @@ class Run(flex_utils.Crew):
         guilty = [step * self.step_rows + i for i, row in enumerate(rows) if row[BAD]]
         guilty = guilty or list(range(step * self.step_rows, (step + 1) * self.step_rows))
         bad = {"step": step + 1, "rows": guilty, "first_bad_tensor": name}
-        append_json(self.out / "bad_steps.jsonl", bad)
+        self.append("bad_steps.jsonl", json.dumps(bad))
         where, n = f"rows {guilty}; first bad gradient {name}", self.kept["bad_run"]
         self.say(f"WARNING: step {step + 1} was not finite and was skipped; {where}")
         need(n < K_BAD, f"{n} steps in a row were not finite (K_BAD = {K_BAD}); {where}")
@@ -1019,15 +1037,33 @@ class Run(flex_utils.Crew):
 
     def record(self, values):
         """One JSON object a line in metrics.jsonl; tensorboard too, where it is installed."""
-        append_json(self.out / "metrics.jsonl", values)
+        self.append("metrics.jsonl", json.dumps(values))
         for name, value in values.items() if self.board else ():
             if isinstance(value, (int, float)):
                 self.board.add_scalar(name, value, values["step"])
 
     def say(self, text):
-        with self.log_lock, open(self.out / "train.log", "a") as f:
+        with self.log_lock:
             tqdm.write(text) if self.bar else print(text, flush=True)
-            f.write(text + "\n")
+            self.append("train.log", text)
+
+    def append(self, name, *texts):
+        """Lines for a file of OUT; what a full disk refuses goes there with later ones. -> error or None"""
+        with self.log_lock:
+            waiting = self.unwritten.setdefault(name, [])
+            first = not waiting
+            waiting += texts
+            try:
+                append_text(self.out / name, "".join(text + "\n" for text in waiting))
+                waiting.clear()
+            except OSError as e:
+                if first:
+                    print(f"WARNING: {self.out / name}: {e}; its lines wait in memory for room", flush=True)
+                return e
+
+    def need_written(self):
+        for error in filter(None, [self.append(name) for name in list(self.unwritten)]):
+            raise error
 
 
 def start_thread(name, work, *args, daemon=True):
@@ -1036,9 +1072,13 @@ def start_thread(name, work, *args, daemon=True):
     return thread
 
 
-def append_json(path, values):
-    with open(path, "a") as f:
-        f.write(json.dumps(values) + "\n")
+def append_text(path, text):
+    """All of it or nothing: a full disk leaves no half line."""
+    with open(path, "ab", buffering=0) as f:
+        end, data = f.tell(), text.encode()
+        if f.write(data) < len(data):
+            f.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def memory_gib():
@@ -1063,9 +1103,10 @@ def only_run_in(out):
             lock.seek(0)
             owner = lock.read().strip() or "unknown"
             raise UserError(f"OUT = {out} is in use by another run (process {owner})") from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+        with refusing(f"OUT = {out}: can't be written", OSError):
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
         yield out
 
 
@@ -1164,10 +1205,10 @@ def starting_point(run):
 
 def truncate_metrics(out, step):
     """Lines of steps that will be trained again leave the metrics and the list of bad steps."""
-    for path in (out / "metrics.jsonl", out / "bad_steps.jsonl"):
-        if path.exists():
-            lines = [x for x in path.read_text().splitlines() if x.endswith("}")]
-            lines = [x for x in lines if json.loads(x)["step"] <= step]
+    for path in filter(Path.exists, (out / "metrics.jsonl", out / "bad_steps.jsonl")):
+        lines = [x for x in path.read_text().splitlines() if x.endswith("}")]
+        lines = [x for x in lines if json.loads(x)["step"] <= step]
+        with refusing(f"OUT = {out}: can't be written", OSError):
             path.with_suffix(".new").write_text("".join(x + "\n" for x in lines))
             os.replace(path.with_suffix(".new"), path)
 
@@ -1185,14 +1226,14 @@ def check_devices(run, targets, drafters):
 def build(run):
     """Everything before the threads, in the main thread: data, target and its replicas, drafters."""
     config, tokenizer = load_config(), load_tokenizer()
+    run.config = drafter_config(config, tokenizer)
+    preflight(run)
     read_data(run, tokenizer, config.get_text_config().vocab_size)
     run.tick()
-    run.config = drafter_config(config, tokenizer)
     check_machines(run)
     begin, state = run.machines.from_first(lambda: starting_point(run))
     run.first, run.evaluated_before, run.kept = begin
     weights = masters_of(state)
-    preflight(run, weights)
     targets, drafters = [torch.device(d) for d in TARGET_DEVICES], [torch.device(d) for d in DRAFTER_DEVICES]
     check_devices(run, targets, drafters)
     model = load_target(targets[0], run.tick)
@@ -1248,7 +1289,8 @@ def signals_of(run):
 
 def train():
     """The whole job. -> exit code."""
-    check_settings()
+    need_devices("TARGET_DEVICES", TARGET_DEVICES)
+    need_devices("DRAFTER_DEVICES", DRAFTER_DEVICES)
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
     machines = flex_utils.Alone() if alone else flex_utils.Machines(STALL_S)
     # OUT is machine 0's alone: it may be shared, or missing elsewhere. What others write there goes with them
@@ -1287,6 +1329,8 @@ def finish(run):
         code, text = EXIT_ERROR, f"ERROR in {run.error}"
     elif run.saver.failed:
         code, text = EXIT_ERROR, f"ERROR: the last save failed: {run.saver.failed}"
+    elif error := run.append("metrics.jsonl"):
+        code, text = EXIT_ERROR, f"ERROR: the last lines of metrics.jsonl could not be written: {error}"
     elif run.signal:
         code, text = 128 + run.signal, f"ended by signal {run.signal}; `latest` is the last complete step"
     run.say(text)
@@ -1298,6 +1342,7 @@ def open_checkpoint():
     need(CKPT, "CKPT is empty: name a checkpoint directory")
     need_devices("TARGET_DEVICES", TARGET_DEVICES[:1])
     config, weights = load_drafter("CKPT")
+    load_config()  # a TARGET that isn't there is said before its tokenizer is missed
     globals().update(BLOCK_SIZE=config.block_size, COMPILE=False)
     tokenizer, model = load_tokenizer(), load_target(TARGET_DEVICES[0])
     here = model.config.get_text_config().hidden_size, len(model.get_decoder().layers)
@@ -1326,6 +1371,8 @@ def evaluate_checkpoint():
 
 def prompt_ids(tokenizer, text, device):
     """-> (1, T) token ids of a user's turn, up to where the answer begins."""
+    need(getattr(tokenizer, "chat_template", None),
+         f"TARGET = {TARGET} has no tokenizer with a chat template")
     return tokenizer.apply_chat_template(
         [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt",
         return_dict=True, **CHAT_TEMPLATE_KWARGS)["input_ids"].to(device)
@@ -1369,7 +1416,7 @@ def inspect(*words):
     """`inspect DATA=... [N]`: what the data chapter makes of the files, and N conversations. -> exit code."""
     need(len(words) <= 1 and all(w.isdecimal() for w in words),
          f"inspect {' '.join(words)}: beside NAME=VALUE it takes one number, of conversations to show")
-    tokenizer, vocab = load_tokenizer(), load_config().get_text_config().vocab_size
+    vocab, tokenizer = load_config().get_text_config().vocab_size, load_tokenizer()
     inspect_data(read_conversations(DATA, tokenizer, "DATA", vocab), tokenizer, SEQ_LEN,
                  int(words[0] if words else 3))
     return 0
@@ -1397,10 +1444,20 @@ def main(argv):
             globals().update(DEMO)
         words = [word for word in rest if mode == "inspect" and "=" not in word]
         override(word for word in rest if word not in words)
+        check_settings()
         return MODES[mode](*words)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return EXIT_USER
+    except KeyboardInterrupt:  # before the threads start, or outside training: nothing to save
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except (RuntimeError, MemoryError) as e:  # torch.OutOfMemoryError is a RuntimeError
+        text = flex_utils.out_of_memory(e)
+        if text is None:
+            raise
+        print(f"error: {text}", file=sys.stderr)
+        return EXIT_ERROR
 
 
 if __name__ == "__main__":

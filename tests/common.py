@@ -4,11 +4,13 @@
     data_file()                           JSONL of token ids that go up by one
     train() / mode()                      main(argv) in this process; constants are set back, no thread left
     start() / Child                       main(argv) in a child of a server that has imported the trainer once
+    fail_at(), poison(), dawdle()         faults put into the trainer from outside
     losses(), weights(), assert_same()    what a run left behind
 """
 import atexit
 import functools
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -246,12 +248,64 @@ def until(condition, timeout=60):
         time.sleep(0.002)
 
 
+# -------------------------------------------------------------------------------------------------- faults
+# `patch` is pytest's monkeypatch, or anything with its setattr
+
+
+def fail_at(patch, where, name, call):
+    """The call-th call of `name` raises, in whichever thread makes it. -> a list: that thread's name."""
+    inner, count, lock, died = getattr(where, name), [0], threading.Lock(), []
+
+    def failing(*args, **kwargs):
+        with lock:
+            count[0] += 1
+            if count[0] == call:
+                died.append(threading.current_thread().name)
+                raise RuntimeError(f"boom in {name}")
+        return inner(*args, **kwargs)
+    patch.setattr(where, name, failing)
+    return died
+
+
+def poison(patch, rows, value=math.nan):
+    """Hidden states of these training rows hold one bad number each."""
+    inner = trainer.target_features
+
+    def bad(decoder, taps, row, *args):
+        hidden = inner(decoder, taps, row, *args)
+        if row.index in rows:
+            hidden[0, 3, 5] = value
+        return hidden
+    patch.setattr(trainer, "target_features", bad)
+
+
+def dawdle(patch, name, seed, where=trainer, before=True):
+    """`name` of `where` sleeps for random times, different in every thread."""
+    inner, draws = getattr(where, name), {}
+
+    def slow(*args, **kwargs):
+        me = threading.current_thread().name
+        pause = draws.setdefault(me, random.Random(f"{seed} {name} {me}")).choice([0, 0, 0.002, 0.01, 0.03])
+        if before:
+            time.sleep(pause)
+        result = inner(*args, **kwargs)
+        if not before:
+            time.sleep(pause)
+        return result
+    patch.setattr(where, name, slow)
+
+
 # ------------------------------------------------------------------------------------------ what a run left
 
 
 def metrics(out):
     path = Path(out) / "metrics.jsonl"
     return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+
+
+def metrics_text(out):
+    path = Path(out) / "metrics.jsonl"
+    return path.read_text() if path.exists() else ""
 
 
 def log_lines(out):
@@ -304,3 +358,18 @@ def distance(a, b):
 
 def config_of(checkpoint):
     return json.loads((Path(checkpoint) / "config.json").read_text())
+
+
+def complete(out):
+    """`latest`, if there is one, is a checkpoint that can be read."""
+    latest = Path(out) / "latest"
+    if latest.is_symlink():
+        assert len(load_file(latest / "model.safetensors")) == 2 * 11 + 3
+        assert trainer.read_checkpoint(latest)[0]["step"] == int(latest.resolve().name[5:])
+
+
+def no_leftovers(out):
+    """No temporary file of any kind."""
+    left = [p for p in Path(out).rglob("*") if p.name != ".lock" and any(
+        mark in p.name or p.name.startswith(".") for mark in ("part", "new", "tmp"))]
+    assert not left, left

@@ -53,6 +53,7 @@ def test_a_family_trains_saves_and_decodes(family, capsys):
     # the file is bf16, the log's drafter fp32: a few argmaxes of a barely trained drafter may differ
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["tau"] == pytest.approx(logged, abs=0.05)
     config, weights = md.load_drafter(out / "latest")
+    assert len(weights) == 2 * 11 + 3 and not any("embed" in n or "head" in n for n in weights)  # tied or not
     assert config.head_dim == 8 and config.num_target_layers == 4
     assert config.input_embedding_scale == (pytest.approx(32 ** 0.5) if family == "gemma3" else 1.0)
     assert_lossless(target, config, weights)

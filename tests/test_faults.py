@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors
@@ -17,9 +18,11 @@ import torch
 from safetensors.torch import load_file
 
 import common
+import flex_utils
 import train_dflash as trainer
-from common import (EOS, VOCAB, assert_same, data_file, eval_lines, log_lines, metrics, plus_one_target,
-                    random_target, scratch, start, straight, threads, train, until, untimed)
+from common import (EOS, VOCAB, assert_same, complete, data_file, eval_lines, fail_at, log_lines, metrics,
+                    metrics_text, no_leftovers, plus_one_target, random_target, scratch, start, straight,
+                    threads, train, until, untimed)
 
 SHAPE = dict(ROWS_PER_STEP=2, STEPS=8, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=3)
 
@@ -35,21 +38,6 @@ def printed(capfd):
 
 
 # ------------------------------------------------------------------------------------------ dead threads
-
-
-def fail_at(monkeypatch, where, name, call):
-    """The call-th call of `name` raises, in whichever thread makes it. -> a list: that thread's name."""
-    inner, count, lock, died = getattr(where, name), [0], threading.Lock(), []
-
-    def failing(*args, **kwargs):
-        with lock:
-            count[0] += 1
-            if count[0] == call:
-                died.append(threading.current_thread().name)
-                raise RuntimeError(f"boom in {name}")
-        return inner(*args, **kwargs)
-    monkeypatch.setattr(where, name, failing)
-    return died
 
 
 STAGES = [("reader", "target", "RowStream.row"), ("target", "target", "target_features"),
@@ -74,15 +62,42 @@ def test_a_worker_that_dies_ends_the_run(tmp_path, monkeypatch, capfd, stage, th
     assert f"thread {died[0]}" in text and f"boom in {name}" in text and "Traceback" in text
 
 
-def test_out_of_memory_is_one_line_with_the_constants_to_lower(tmp_path, monkeypatch, capfd):
-    def micro_step(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore lines")
-    monkeypatch.setattr(trainer, "micro_step", micro_step)
-    assert train(tmp_path / "o", **SHAPE) == 1
+FULL_DEVICE = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore lines")
+FULL_HOST = RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+LOWER = "SEQ_LEN", "NUM_ANCHORS", "LOSS_CHUNK", "QUEUE_DEPTH", "TARGET_DEVICES", "DRAFTER_DEVICES"
+
+
+@pytest.mark.parametrize("path, role, error", [
+    ("micro_step", "thread drafter-0", FULL_DEVICE), ("target_features", "thread target-0", FULL_DEVICE),
+    ("Run.average", "thread drafter-0", FULL_HOST), ("write_checkpoint", "thread saver", MemoryError()),
+    ("load_target", "error", FULL_DEVICE), ("target_files.check_weights", "error", FULL_DEVICE),
+    ("Replica.load_state", "error", FULL_HOST)])
+def test_out_of_memory_is_one_line(tmp_path, monkeypatch, capfd, undisturbed, path, role, error):
+    """Role, device, budget and the constants to lower; also in the main thread, while loading."""
+    def full(*args):
+        raise error
+    *owner, name = path.split(".")
+    out = tmp_path / "o"
+    if name == "load_state":
+        shutil.copytree(undisturbed, out, symlinks=True)
+    monkeypatch.setattr(getattr(trainer, owner[0]) if owner else trainer, name, full)
+    assert train(out, **SHAPE) == 1
     text = printed(capfd)
-    line = next(x for x in text.splitlines() if "ERROR" in x)
-    assert "drafter-0" in line and "20.00 GiB" in line and "NUM_ANCHORS" in line and "SEQ_LEN" in line
-    assert "Traceback" not in text
+    line, = (x for x in text.splitlines() if "out of memory on" in x)
+    assert role in line and "Traceback" not in text and (str(error) or "MemoryError").splitlines()[0] in line
+    assert re.search(r"on host: peak \d+\.\d\d of \d+\.\d\d GiB", line) and all(n in line for n in LOWER)
+
+
+def test_out_of_memory_names_the_gpu_that_is_full(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    card = SimpleNamespace(total_memory=96 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: card)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda i: (90 + i) * 2**30)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    named = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 5 has a total capacity of")
+    assert "out of memory on cuda:5: peak 95.00 of 96.00 GiB" in flex_utils.out_of_memory(named)
+    assert "cuda:3: peak 93.00 of" in flex_utils.out_of_memory(torch.OutOfMemoryError("CUDA is full"))
+    assert flex_utils.out_of_memory(RuntimeError("shapes differ")) is None
 
 
 # ---------------------------------------------------------------------------------------- wrong settings
@@ -114,7 +129,9 @@ WRONG = {
     "negative tap": (dict(TARGET_LAYER_IDS="-1,2"), "TARGET_LAYER_IDS", "-1", "0..2"),
     "falling taps": (dict(TARGET_LAYER_IDS="2,0"), "TARGET_LAYER_IDS", "[2, 0]"),
     "too few layers": (dict(TARGET_LAYER_IDS=None), "TARGET_LAYER_IDS", "4 layers"),
-    "no target": (dict(TARGET="/nowhere/model"), "TARGET", "/nowhere/model"),
+    "no target": (dict(TARGET="/nowhere/model"), "TARGET", "/nowhere/model", "not a directory here"),
+    "negative seed": (dict(SEED=-1), "SEED", "-1"),
+    "negative temperature": (dict(TEMPERATURE=-1), "TEMPERATURE", "-1"),
     "no data": (dict(DATA="/nowhere/train.jsonl"), "DATA", "/nowhere/train.jsonl"),
     "no eval data": (dict(EVAL_DATA="/nowhere/eval.jsonl", EVAL_EVERY=2), "EVAL_DATA", "/nowhere/eval.jsonl"),
     "no checkpoint": (dict(RESUME="/nowhere/step_1"), "RESUME", "/nowhere/step_1"),
@@ -143,6 +160,38 @@ def test_a_target_whose_weights_are_missing_is_refused(tmp_path, capfd):
     safetensors.torch.save_file(state, target / "model.safetensors", metadata={"format": "pt"})
     assert train(tmp_path / "o", TARGET=target) == 2
     assert "layers.1.mlp.up_proj.weight" in capfd.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("why", ["You are trying to access a gated repo.", "We couldn't connect to the hub"])
+def test_a_gated_or_unreachable_target_says_what_to_do(tmp_path, monkeypatch, capfd, why):
+    def refused(name):
+        raise OSError(f"{why}\nand more lines")
+    monkeypatch.setattr(trainer.target_files.AutoConfig, "from_pretrained", refused)
+    assert train(tmp_path / "o", TARGET="owner/gated") == 2
+    one_line(capfd, "TARGET = owner/gated", why, "offline", "licence", "hf auth login")
+
+
+@pytest.mark.parametrize("argv, wanted", [
+    (["eval", "CKPT={}", "SEQ_LEN=0"], "SEQ_LEN = 0"),
+    (["generate", "CKPT={}", "MAX_NEW_TOKENS=0"], "MAX_NEW_TOKENS"),
+    (["eval", "CKPT={}", "NUM_ANCHORS=-1"], "NUM_ANCHORS"), (["inspect", "SEQ_LEN=-3"], "SEQ_LEN = -3"),
+    (["generate"], "CKPT is empty"), (["generate", "CKPT=/nowhere"], "CKPT = /nowhere"),
+    (["eval", "CKPT={}", "TARGET=/nowhere"], "TARGET = /nowhere"), (["inspect", "TARGET=/nowhere"], "TARGET"),
+    (["generate", "CKPT={}", "TARGET_DEVICES=cuda:77"], "cuda:77")])
+def test_every_mode_checks_its_settings(capfd, undisturbed, argv, wanted):
+    mode, *given = (word.format(undisturbed / "latest") for word in argv)
+    assert common.mode(mode, f"TARGET={random_target()}", "TARGET_DEVICES=cpu", *given) == 2
+    one_line(capfd, wanted)
+
+
+@pytest.mark.parametrize("missing", ["tokenizer", "chat template"])
+def test_generate_needs_a_tokenizer_with_a_template(tmp_path, capfd, undisturbed, missing):
+    target = shutil.copytree(random_target(), tmp_path / "target")
+    for path in target.glob("*token*" if missing == "tokenizer" else "chat_template*"):
+        path.unlink()
+    checkpoint = f"CKPT={undisturbed / 'latest'}"
+    assert common.mode("generate", f"TARGET={target}", "TARGET_DEVICES=cpu", checkpoint) == 2
+    one_line(capfd, f"TARGET = {target}", "no tokenizer with a chat template")
 
 
 def test_an_unknown_mode_is_refused(capfd):
@@ -197,6 +246,68 @@ def test_the_command_line_ends_with_one_line(tmp_path):
     assert len(done.stderr.strip().splitlines()) == 1 and "MASK_TOKEN_ID = 70" in done.stderr
 
 
+# ------------------------------------------------------------------------------------------- preflight
+
+
+@pytest.fixture
+def before_data(monkeypatch):
+    """What is refused below is refused before a line is tokenised or a weight is read."""
+    def too_late(*args):
+        raise AssertionError("the slow part has begun")
+    for name in ("build_conversations", "find_checkpoint", "load_target"):
+        monkeypatch.setattr(trainer, name, too_late)
+    monkeypatch.setattr(trainer, "device_names", lambda: ["cpu", "cuda:0"])
+
+
+def test_no_c_compiler(tmp_path, monkeypatch, capfd, before_data):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert train(tmp_path / "o", DRAFTER_DEVICES="cuda:0", TARGET=random_target(hidden=128)) == 2
+    one_line(capfd, "COMPILE = True", "C compiler", "gcc")
+
+
+def test_no_python_headers(tmp_path, monkeypatch, capfd, before_data):
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/cc")
+    monkeypatch.setattr(trainer.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+    assert train(tmp_path / "o", DRAFTER_DEVICES="cuda:0", TARGET=random_target(hidden=128)) == 2
+    one_line(capfd, "/nowhere/Python.h", "python3-dev")
+
+
+@pytest.mark.parametrize("name", ["DATA", "EVAL_DATA"])
+def test_a_missing_file_is_said_before_the_other_is_tokenised(tmp_path, capfd, before_data, name):
+    assert train(tmp_path / "o", EVAL_EVERY=2, **{name: "/nowhere/x.jsonl"}) == 2
+    one_line(capfd, f"{name} = /nowhere/x.jsonl")
+
+
+def free_disk(monkeypatch, checkpoints):
+    """Room for so many checkpoints of the tiny run: 14 bytes a parameter."""
+    usage = SimpleNamespace(free=checkpoints * 14 * 20704)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+
+
+def test_too_little_disk(tmp_path, monkeypatch, capfd, before_data):
+    """KEEP, the best, and the one that is being written."""
+    free_disk(monkeypatch, 3.9)
+    assert train(tmp_path / "o", KEEP=2) == 2
+    one_line(capfd, f"OUT = {tmp_path / 'o'}", "GiB free", "KEEP = 2")
+
+
+def test_a_resumed_run_needs_no_room_for_what_it_has(tmp_path, monkeypatch, capfd, undisturbed):
+    """Three checkpoints are there, of KEEP + 2 = 5."""
+    for room, code in ((1.9, 2), (2.1, 0)):
+        out = shutil.copytree(undisturbed, tmp_path / str(room), symlinks=True)
+        free_disk(monkeypatch, room)
+        assert len(list(out.glob("step_*"))) == 3 and train(out, **SHAPE) == code
+
+
+def test_size_of_a_checkpoint_and_host_memory_are_said(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(trainer, "free_memory", lambda: 0.0)
+    straight(tmp_path / "o", STEPS=1, KEEP=3)
+    lines = capfd.readouterr().out.splitlines()
+    said, = (x for x in lines if x.startswith("a checkpoint is"))
+    assert re.search(r"is \d+\.\d\d GiB, 3 newest and the best are kept \(KEEP\), \d+\.\d GiB free", said)
+    assert any(re.match(r"WARNING: 0\.0 GiB of host memory is free, a save copies", x) for x in lines)
+
+
 # ----------------------------------------------------------------------------------------------- one OUT
 
 
@@ -241,9 +352,9 @@ def test_a_stalled_run_says_where_it_hangs_and_ends(tmp_path):
 # ---------------------------------------------------------------------------------------------- signals
 
 
-def signal_at(monkeypatch, number, call):
-    """The signal comes during the call-th micro-step, which then takes a while."""
-    inner, count = trainer.micro_step, [0]
+def signal_at(monkeypatch, number, call, name="micro_step"):
+    """The signal comes during the call-th micro-step, which then takes a while. -> [calls]"""
+    inner, count = getattr(trainer, name), [0]
 
     def micro_step(*args):
         count[0] += 1
@@ -251,7 +362,8 @@ def signal_at(monkeypatch, number, call):
             os.kill(os.getpid(), number)
             time.sleep(0.6)
         return inner(*args)
-    monkeypatch.setattr(trainer, "micro_step", micro_step)
+    monkeypatch.setattr(trainer, name, micro_step)
+    return count
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -268,6 +380,20 @@ def test_a_signal_saves_and_resume_is_exact(tmp_path, monkeypatch, undisturbed, 
     latest = (tmp_path / "o" / "latest").resolve()
     assert latest.name == "step_00000003" and log_lines(tmp_path / "o")[-1]["step"] == 3
     straight(tmp_path / "o", **SHAPE, **threads(drafters, drafters))
+    assert_same(tmp_path / "o" / "latest", base / "latest")
+    assert untimed(tmp_path / "o") == untimed(base)
+
+
+def test_a_signal_in_a_long_evaluation_ends_it(tmp_path, monkeypatch):
+    """Step 4's, of 60 rows: it is not waited for, and the resumed run makes it."""
+    settings = dict(SHAPE, EVAL_EVERY=4, SAVE_EVERY=100, EVAL_DATA=data_file("eval", 60, 40, seed=1), **threads(2, 2))
+    base = straight(tmp_path / "base", **settings)
+    with monkeypatch.context() as patch:
+        calls = signal_at(patch, signal.SIGTERM, 60 + 20, "evaluate_row")
+        assert train(tmp_path / "o", **settings) == 143
+    assert 60 + 20 <= calls[0] < 60 + 40
+    assert (tmp_path / "o" / "latest").resolve().name == "step_00000004"
+    straight(tmp_path / "o", **settings)
     assert_same(tmp_path / "o" / "latest", base / "latest")
     assert untimed(tmp_path / "o") == untimed(base)
 
@@ -291,24 +417,18 @@ def test_a_second_signal_ends_at_once(tmp_path, number, code):
     assert child.code(20) == code and time.monotonic() - began < 3
 
 
+def test_ctrl_c_before_training_has_begun(tmp_path, monkeypatch, capfd):
+    def load_target(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(9)
+    monkeypatch.setattr(trainer, "load_target", load_target)
+    assert train(tmp_path / "o", **SHAPE) == 130
+    one_line(capfd, "interrupted")
+
+
 # ---------------------------------------------------------------------------------------------- kill -9
 
 MANY = dict(ROWS_PER_STEP=2, STEPS=40, EVAL_EVERY=7, SAVE_EVERY=1, KEEP=2, LOG_EVERY=4)
-
-
-def complete(out):
-    """`latest`, if there is one, is a checkpoint that can be read."""
-    latest = Path(out) / "latest"
-    if latest.is_symlink():
-        assert len(load_file(latest / "model.safetensors")) == 2 * 11 + 3
-        assert trainer.read_checkpoint(latest)[0]["step"] == int(latest.resolve().name[5:])
-
-
-def no_leftovers(out):
-    """No temporary file of any kind."""
-    left = [p for p in Path(out).rglob("*") if p.name != ".lock" and any(
-        mark in p.name or p.name.startswith(".") for mark in ("part", "new", "tmp"))]
-    assert not left, left
 
 
 def test_kill_9_at_five_random_instants_changes_nothing(tmp_path):
@@ -327,11 +447,6 @@ def test_kill_9_at_five_random_instants_changes_nothing(tmp_path):
     assert_same(out / "latest", base / "latest")
     assert untimed(out) == untimed(base)
     no_leftovers(out)
-
-
-def metrics_text(out):
-    path = Path(out) / "metrics.jsonl"
-    return path.read_text() if path.exists() else ""
 
 
 def _kill_at_operation(which):
@@ -378,12 +493,14 @@ def test_kill_9_before_any_file_operation_of_a_save(tmp_path, undisturbed):
         no_leftovers(out)
 
 
-def test_half_written_checkpoints_of_any_step_are_cleared(tmp_path, undisturbed):
+def test_half_written_checkpoints_of_any_step_are_cleared(tmp_path, capfd, undisturbed):
     """A run killed while a signal made it save at step 3: nobody will write that step's files again."""
     out = tmp_path / "o"
     (out / ".part_step_00000003").mkdir(parents=True)
     (out / ".part_step_00000003" / "trainer.safetensors").write_bytes(b"half")
+    capfd.readouterr()
     straight(out, **SHAPE)
+    assert ".part_step_00000003 is a save that was cut off" in printed(capfd)
     no_leftovers(out)
 
 
@@ -478,6 +595,77 @@ def test_a_write_that_the_system_refuses(tmp_path, capfd):
     assert child.text().count("could not be written") >= 4 and "Traceback" not in child.text()
     assert [m["step"] for m in log_lines(tmp_path / "o")] == list(range(1, 9))
     no_leftovers(tmp_path / "o")
+
+
+def no_room_for_lines(monkeypatch, name, full):
+    """Appending to `name` fails where full(number of this try, text)."""
+    inner, count = trainer.append_text, [0]
+
+    def append_text(path, text):
+        count[0] += path.name == name
+        if path.name == name and full(count[0], text):
+            raise FULL[0]
+        inner(path, text)
+    monkeypatch.setattr(trainer, "append_text", append_text)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "train.log"])
+def test_lines_that_find_no_room_are_written_later(tmp_path, monkeypatch, capfd, undisturbed, name):
+    no_room_for_lines(monkeypatch, name, lambda n, text: 3 <= n < 7)
+    straight(tmp_path / "o", **SHAPE)
+    assert len(re.findall(rf"WARNING.*{name}.*No space left.*wait", printed(capfd))) == 1
+    assert untimed(tmp_path / "o") == untimed(undisturbed)
+    assert_same(tmp_path / "o" / "latest", undisturbed / "latest")
+    ours, theirs = (re.findall(r"^(?:eval )?step \d+", (out / "train.log").read_text(), re.MULTILINE)
+                    for out in (tmp_path / "o", undisturbed))
+    assert ours == theirs and len(ours) == 13
+
+
+def test_metrics_that_can_not_be_written_to_the_end_are_an_error(tmp_path, monkeypatch, capfd):
+    """And no checkpoint is written that a resumed run would continue without the lines before it."""
+    no_room_for_lines(monkeypatch, "metrics.jsonl", lambda n, text: '"step": 5' in text)
+    assert train(tmp_path / "o", **SHAPE) == 1
+    lines, text = metrics(tmp_path / "o"), printed(capfd)
+    assert "ERROR" in text.splitlines()[-1] and "No space left" in text and "Traceback" not in text
+    assert (tmp_path / "o" / "latest").resolve().name == "step_00000004" and lines[-1]["step"] == 4
+    monkeypatch.undo()
+    straight(tmp_path / "o", **SHAPE)
+    assert [m["step"] for m in log_lines(tmp_path / "o")] == list(range(1, 9))
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path):
+    path = tmp_path / "lines"
+    trainer.append_text(path, "one\n")
+    handler, limit = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6, limit[1]))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            trainer.append_text(path, "two and more\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_text() == "one\n"
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch, undisturbed):
+    """The save of step 4 waits until step 7 is trained: were training to wait for it, neither would move."""
+    write, update, reached, in_time = trainer.write_checkpoint, trainer.Replica.update, threading.Event(), []
+
+    def slow_write(out, step, *args):
+        if step == 4:
+            in_time.append(reached.wait(20))
+        return write(out, step, *args)
+
+    def counted(w, lr, slot, count=[0]):
+        count[0] += 1
+        if count[0] == 7:
+            reached.set()
+        update(w, lr, slot)
+    monkeypatch.setattr(trainer, "write_checkpoint", slow_write)
+    monkeypatch.setattr(trainer.Replica, "update", counted)
+    straight(tmp_path / "o", **dict(SHAPE, SAVE_EVERY=4, EVAL_EVERY=0))
+    assert in_time == [True]
+    assert_same(tmp_path / "o" / "step_00000004", undisturbed / "step_00000004")  # not what came later
 
 
 def taus(monkeypatch, values):

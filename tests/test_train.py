@@ -3,7 +3,6 @@ import functools
 import json
 import math
 import random
-import threading
 import time
 
 import numpy as np
@@ -14,11 +13,11 @@ from transformers import AutoModelForCausalLM
 import common
 import model_drafter as md
 import train_dflash as trainer
-from common import (EOS, FIELDS, FIRST_WORD, MASK, assert_same, data_file, distance, eval_lines, log_lines,
-                    losses, metrics, plus_one_target, published, random_target, scratch, start, straight,
-                    threads,
-                    train, untimed, weights)
+from common import (EOS, FIELDS, FIRST_WORD, MASK, assert_same, data_file, dawdle, distance, eval_lines,
+                    log_lines, losses, metrics, plus_one_target, poison, published, random_target, scratch,
+                    start, straight, threads, train, untimed, weights)
 from flex_utils import attend_dense
+from tools import packing
 
 EVALUATED = dict(ROWS_PER_STEP=3, STEPS=6, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=9)
 
@@ -32,7 +31,7 @@ def one_and_one():
 # ------------------------------------------------------------------------------- threads change nothing
 
 
-@pytest.mark.parametrize("targets, drafters", [(2, 3), (2, 1)])
+@pytest.mark.parametrize("targets, drafters", [(5, 3), (2, 2), (2, 1)])
 def test_any_number_of_threads_gives_the_same_run(one_and_one, tmp_path, targets, drafters):
     out = straight(tmp_path / "o", **EVALUATED, **threads(targets, drafters))
     assert np.allclose(losses(out), losses(one_and_one), rtol=0, atol=2e-3) and len(losses(out)) == 6
@@ -41,6 +40,24 @@ def test_any_number_of_threads_gives_the_same_run(one_and_one, tmp_path, targets
         assert ours["step"] == theirs["step"]
         assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], abs=2e-3)
         assert ours["tau"] == pytest.approx(theirs["tau"], abs=0.05)  # one argmax may turn on rounding
+
+
+def test_a_new_target_shape_at_step_300(tmp_path, monkeypatch):
+    """The one long conversation comes late: its shape runs alone, beside threads that are long warm."""
+    lengths, seen, inner = [34] * 639 + [60], [], trainer.plan_batches  # one a row
+    seed = next(s for s in range(99) if 600 < packing.pack(lengths, s, 0, 64).index([639]) < 630)
+    data = common.write_lines(tmp_path / "data.jsonl", (
+        {"input_ids": [FIRST_WORD + j % 40 for j in range(n)], "loss_mask": [0] * 4 + [1] * (n - 4)}
+        for n in lengths))
+
+    def plan_batches(*args):
+        plan = inner(*args)
+        seen.append(plan[0][0])
+        return plan
+    monkeypatch.setattr(trainer, "plan_batches", plan_batches)
+    monkeypatch.setattr(trainer, "target_shapes", lambda *args: [(1, 40), (1, 64)])
+    straight(tmp_path / "o", DATA=data, SEED=seed, NUM_ANCHORS=4, STEPS=320, LOG_EVERY=80, **threads(2, 2))
+    assert seen.count(1) == 1 and seen.index(1) > 590 and seen.count(0) == 639
 
 
 def test_the_run_did_move_the_weights(one_and_one):
@@ -70,22 +87,6 @@ def test_replicas_hold_the_same_bits_after_every_step(tmp_path, monkeypatch):
     assert sorted(seen) == [0, 1, 2] and all(len(steps) == 6 for steps in seen.values())
     for other in (1, 2):
         assert all(torch.equal(a, b) for s, t in zip(seen[0], seen[other]) for a, b in zip(s, t))
-
-
-def dawdle(monkeypatch, name, seed, where=trainer, before=True):
-    """`name` of `where` sleeps for random times, different in every thread."""
-    inner, draws = getattr(where, name), {}
-
-    def slow(*args, **kwargs):
-        me = threading.current_thread().name
-        pause = draws.setdefault(me, random.Random(f"{seed} {name} {me}")).choice([0, 0, 0.002, 0.01, 0.03])
-        if before:
-            time.sleep(pause)
-        result = inner(*args, **kwargs)
-        if not before:
-            time.sleep(pause)
-        return result
-    monkeypatch.setattr(where, name, slow)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -302,18 +303,6 @@ def test_a_step_without_any_anchor_is_skipped(tmp_path, monkeypatch):
     assert distance(out / "step_00000003", out / "step_00000002") > 1e-6
     cosine = [0.003 * 0.5 * (1 + math.cos(math.pi * i / 3)) for i in range(3)]
     assert [m["lr"] for m in log_lines(out)] == pytest.approx([0.003, *cosine], rel=1e-9)
-
-
-def poison(monkeypatch, rows, value=math.nan):
-    """Hidden states of these training rows hold one bad number each."""
-    inner = trainer.target_features
-
-    def bad(decoder, taps, row, *args):
-        hidden = inner(decoder, taps, row, *args)
-        if row.index in rows:
-            hidden[0, 3, 5] = value
-        return hidden
-    monkeypatch.setattr(trainer, "target_features", bad)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -35,7 +35,10 @@ def path_of(target):
 
 
 def load_config(target):
-    with refusing(f"TARGET = {target}: not a model that transformers can read here", OSError, ValueError):
+    what = "not a model that transformers can read" if Path(path_of(target)).is_dir() else (
+        "not a directory here, and can't be downloaded (is this machine offline? is HF_HUB_OFFLINE set? "
+        "a gated model needs its licence accepted on its page, then `hf auth login`)")
+    with refusing(f"TARGET = {target}: {what}", OSError, ValueError):
         return AutoConfig.from_pretrained(path_of(target))
 
 
