@@ -589,6 +589,9 @@ def train_step(run, w, plan):
         if not w.started:
             run.start_barrier.wait()  # drafters only: a target here would leave the others' queues empty
             w.started = True
+            if w.index == 0:
+                run.say(f"first rows of all {len(run.replicas)} drafters after {run.since_start():.1f} s: targets, "
+                        "compilation and the first evaluation included")
     run.meet(w.index == 0, lambda: run.average(plan.step))
     w.update(learning_rate(plan.step, run.horizon), plan.step % LOG_EVERY)
 
@@ -992,7 +995,7 @@ class Run(flex_utils.Crew):
         if step % LOG_EVERY and step != self.last and not self.ending:
             return
         self.read_ring(w, step)
-        n, wall = step - self.logged, time.perf_counter() - self.window_start - self.eval_s
+        n, wall = step - self.logged, self.since_start() - self.eval_s
         steps, self.kept["window"] = [rows for _, rows in self.kept["window"]], []
         sums = np.stack([np.sum(rows[:-1], 0) for rows in steps])       # (steps, 5)
         good = sums[np.isfinite(sums[:, LOSS_SUM])]
@@ -1014,6 +1017,8 @@ class Run(flex_utils.Crew):
         self.say(" | ".join(f"{k} {text}" for k, text in texts.items()))
         if step // LOG_EVERY == self.first // LOG_EVERY + 2:  # the first window compiled
             self.say_split((wall - target_wait) / n, (wall - wait - reduce) / n)
+            self.say(f"{(self.last - step) * wall / n / 3600:.2f} hours to step {self.last} at this pace, "
+                     "evaluation left out")
         self.restart_window(step)
 
     def say_split(self, target_s, drafter_s):
@@ -1028,6 +1033,10 @@ class Run(flex_utils.Crew):
         lengths = self.train_rows.conversations.lengths
         return sum(int(lengths[self.train_rows.locate(i)[1]].sum())
                    for i in range(first * self.step_rows, last * self.step_rows))
+
+    def since_start(self):
+        """Seconds since the threads started, or since the last log line."""
+        return time.perf_counter() - self.window_start
 
     def restart_window(self, step):
         """Timing starts anew at `step`, up to which the ring has been read."""
@@ -1143,8 +1152,10 @@ def describe_run(run):
     facts.update(data=stats, drafter=md.config_json(run.config), constants=constants())
     (run.out / "run.json").write_text(json.dumps(facts, indent=1, default=str))
     run.say("constants: " + ", ".join(f"{n}={v!r}" for n, v in constants().items()))
+    anchors = np.mean([len(run.train_rows.row(i)[1]) for i in range(min(8, n_rows))])
     run.say(f"{stats['rows']} conversations, {stats['tokens']} tokens, "
-            f"supervised {stats['supervised'] / stats['tokens']:.3f}; {n_rows} rows of {SEQ_LEN} an epoch; "
+            f"supervised {stats['supervised'] / stats['tokens']:.3f}; {n_rows} rows of {SEQ_LEN} an epoch, "
+            f"{anchors:.0f} anchors a row of at most {NUM_ANCHORS}; "
             f"steps {run.first} to {run.last} of {run.horizon}; "
             f"{run.step_rows} rows a step over {run.machines.size} machines, "
             f"{ROWS_PER_STEP} over {len(DRAFTER_DEVICES)} drafters here "
