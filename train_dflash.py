@@ -444,7 +444,7 @@ def target_worker(run, t):
         run.tick()
         began = time.perf_counter()
         run.put(t, d, Item(kind, index, row, moved, slots, ready))
-        run.target_wait[t] += time.perf_counter() - began
+        run.target_wait[t] += (time.perf_counter() - began) * (kind == "train")
 
 
 def make_slots(row, anchors, device):
@@ -590,8 +590,8 @@ def train_step(run, w, plan):
             run.start_barrier.wait()  # drafters only: a target here would leave the others' queues empty
             w.started = True
             if w.index == 0:
-                run.say(f"first rows of all {len(run.replicas)} drafters after {run.since_start():.1f} s: targets, "
-                        "compilation and the first evaluation included")
+                run.say(f"first rows of all {len(run.replicas)} drafters after {run.since_start():.1f} s: "
+                        "targets, compilation and the first evaluation included")
     run.meet(w.index == 0, lambda: run.average(plan.step))
     w.update(learning_rate(plan.step, run.horizon), plan.step % LOG_EVERY)
 
@@ -885,7 +885,7 @@ class Run(flex_utils.Crew):
                 continue
             began = time.perf_counter()
             item = self.wait_for(lambda: self.queues[t][w.index].get(timeout=0.5), queue.Empty)
-            self.drafter_wait[w.index] += time.perf_counter() - began
+            self.drafter_wait[w.index] += (time.perf_counter() - began) * (kind == "train")
             assert item[:2] == (kind, index), f"expected {kind} row {index}, got {item.kind} {item.index}"
             flex_utils.receive((item.hidden, *(t for s in item.slots for t in s)), item.ready, w.device)
             yield item
