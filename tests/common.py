@@ -170,11 +170,10 @@ def mode(*argv):
         return trainer.main([str(a) for a in argv])
     finally:
         vars(trainer).update(DEFAULTS)
-        new = set(threading.enumerate()) - before
+        new = [t for t in threading.enumerate() if t not in before and t.name != "tqdm_monitor"]
         for thread in new:
             thread.join(5)  # a library's pool may still be on its way out
         left = [t.name for t in new if t.is_alive()]
-        left = [name for name in left if name != "tqdm_monitor"]
         assert not left, f"threads left behind: {left}"
 
 
