@@ -1152,10 +1152,9 @@ def describe_run(run):
     facts.update(data=stats, drafter=md.config_json(run.config), constants=constants())
     (run.out / "run.json").write_text(json.dumps(facts, indent=1, default=str))
     run.say("constants: " + ", ".join(f"{n}={v!r}" for n, v in constants().items()))
-    anchors = np.mean([len(run.train_rows.row(i)[1]) for i in range(min(8, n_rows))])
     run.say(f"{stats['rows']} conversations, {stats['tokens']} tokens, "
             f"supervised {stats['supervised'] / stats['tokens']:.3f}; {n_rows} rows of {SEQ_LEN} an epoch, "
-            f"{anchors:.0f} anchors a row of at most {NUM_ANCHORS}; "
+            f"about {min(NUM_ANCHORS, stats['supervised'] / n_rows):.0f} anchors a row; "
             f"steps {run.first} to {run.last} of {run.horizon}; "
             f"{run.step_rows} rows a step over {run.machines.size} machines, "
             f"{ROWS_PER_STEP} over {len(DRAFTER_DEVICES)} drafters here "
