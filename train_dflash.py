@@ -19,12 +19,16 @@ Words: a ROW is SEQ_LEN packed context tokens with NUM_ANCHORS anchors; a MICRO-
 of one row; a STEP is one optimiser step over ROWS_PER_STEP rows, whichever drafters had them. Under torchrun
 each of M machines does this with its own share of M*R rows, and `average` adds up over machines too.
 Shapes: S = SEQ_LEN, N = NUM_ANCHORS, K = BLOCK_SIZE, D hidden size, L tapped layers, R = ROWS_PER_STEP.
+
+What it imports:
+    model_drafter.py        the drafter, its loss, acceptance, speculative decoding
+    flex_utils.py           mask, attention, what keeps compilation safe under threads, Crew
+    tools/conversations.py  JSONL files to token ids           tools/packing.py  token ids to rows
+    tools/target.py         the target's config and weights    tools/taps.py     its layers' outputs
+    tools/devices.py        copies and sums over devices and machines
+    tools/checkpoints.py    what is written to disk and read back
 """
 import ast
-import copy
-import errno
-import fcntl
-import hashlib
 import itertools
 import json
 import math
@@ -50,15 +54,18 @@ import numpy as np
 import safetensors
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 import flex_utils
 import model_drafter as md
-from flex_utils import UserError, need, refusing
+from flex_utils import UserError, need, refusing, start_thread
+from tools import checkpoints
 from tools import target as target_files
-from tools.conversations import Settings, build_conversations, render, resolve_files
+from tools.conversations import Settings, build_conversations, resolve_files
+from tools.devices import (
+    Alone, HandOff, Machines, Stopwatch, check_pairs, receive, replica_of, sum_over_replicas, to_device)
 from tools.packing import EvalRows, Row, RowStream, inspect_data, plan_batches, run_length, target_shapes
+from tools.taps import Taps
 
 # ------------------------------------------------------------------ constants: they ARE the 8-GPU job
 # target and devices
@@ -218,31 +225,8 @@ def compute_dtype(device):
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 
-def load_config():
-    return target_files.load_config(TARGET)
-
-
-def load_tokenizer():
-    return target_files.load_tokenizer(TARGET)
-
-
 def load_target(device, tick=lambda: None):
     return target_files.load_model(TARGET, device, compute_dtype(device), SEED, tick)
-
-
-def replica_of(module, device, bad_pairs=frozenset()):
-    """A copy of a frozen module on `device` with hooks of its own; on the same device it shares weights."""
-    memo = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        moved = flex_utils.transfer(tensor.data, device, bad_pairs)
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        memo[id(tensor)] = torch.nn.Parameter(moved, requires_grad=False) if is_parameter else moved
-    return copy.deepcopy(module, memo)
-
-
-def head_of(model):
-    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    return md.Head(model.get_output_embeddings(), softcap)
 
 
 def shapes_for(decoder, *streams):
@@ -268,7 +252,7 @@ def target_features(decoder, taps, row, shapes, gate, device):
         ids = np.zeros(batch * length, dtype=np.int64)
         ids[in_call] = row.ids[in_row]
         arrays = ids, in_row, in_call
-        ids, in_row, in_call = (flex_utils.to_device(torch.from_numpy(a), device) for a in arrays)
+        ids, in_row, in_call = (to_device(torch.from_numpy(a), device) for a in arrays)
         with gate.work("target", str(device), batch, length):
             decoder(input_ids=ids.view(batch, length), use_cache=False)
             hidden = taps.collect()                                     # (batch, length, L*D)
@@ -276,143 +260,6 @@ def target_features(decoder, taps, row, shapes, gate, device):
             out = hidden.new_zeros(len(row.ids), hidden.shape[-1])
         out[in_row] = hidden.flatten(0, 1)[in_call]
     return out[None]
-
-
-def default_taps(n_layers):
-    """TARGET_LAYER_IDS, or the published spread: 5 layers from the second to the fourth-last."""
-    if TARGET_LAYER_IDS is None:
-        ids = tuple(round(1 + i * (n_layers - 4) / 4) for i in range(5))
-        text = f"the default taps {list(ids)} don't fit a target of {n_layers} layers: set TARGET_LAYER_IDS"
-    else:  # the last layer's output is read after the final norm when served
-        ids = tuple(TARGET_LAYER_IDS)
-        text = f"TARGET_LAYER_IDS = {list(ids)}: must rise within 0..{n_layers - 2}, of {n_layers} layers"
-    need(ids and sorted(set(ids)) == list(ids) and ids[0] >= 0 and ids[-1] <= n_layers - 2, text)
-    return ids
-
-
-KNOWN_MASK_IDS = dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), 248070)
-
-
-def mask_token(config, text, tokenizer, vocab):
-    """MASK_TOKEN_ID, the family's known one, or a special token that neither the template nor a role uses."""
-    eos = text.eos_token_id if isinstance(text.eos_token_id, (list, tuple)) else [text.eos_token_id]
-    roles = {*eos, text.bos_token_id, text.pad_token_id, getattr(tokenizer, "eos_token_id", None)} - {None}
-    if MASK_TOKEN_ID is not None:
-        setting, taken = f"MASK_TOKEN_ID = {MASK_TOKEN_ID}", roles - {text.pad_token_id}
-        need(0 <= MASK_TOKEN_ID < vocab, f"{setting}: outside the vocabulary of {vocab}")
-        need(MASK_TOKEN_ID not in taken, f"{setting}: is the target's bos or eos, of {sorted(roles)}")
-        return MASK_TOKEN_ID
-    if KNOWN_MASK_IDS.get(config.model_type, vocab) < vocab:
-        return KNOWN_MASK_IDS[config.model_type]
-    free = []
-    if tokenizer is not None:
-        template = str(tokenizer.chat_template or "")
-        free = [i for i, t in sorted(tokenizer.added_tokens_decoder.items())
-                if t.special and i not in roles and t.content not in template and i < vocab]
-        free += range(max(len(tokenizer), 1), vocab)  # rows of the embedding that no token has
-    need(free, f"MASK_TOKEN_ID = None: {TARGET} has no unused token; name an id below {vocab}")
-    return free[0]
-
-
-def rope_theta_of(text):
-    """Base frequency alone: partial rotary factors and mrope sections of the target are not the drafter's."""
-    rope = getattr(text, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)
-    return float(rope.get("rope_theta") or getattr(text, "rope_theta", None) or 10000.0)
-
-
-def drafter_config(config, tokenizer):
-    """Sizes for this target, before its weights are read: its own, or the published ones for Qwen3.6-27B."""
-    text = config.get_text_config()
-    vocab, n_layers, heads = text.vocab_size, text.num_hidden_layers, text.num_attention_heads
-    hybrid = text.model_type.startswith("qwen3_5")
-    sizes = (heads, getattr(text, "num_key_value_heads", None) or heads,
-             getattr(text, "head_dim", None) or text.hidden_size // heads)
-    if hybrid and text.hidden_size == 5120:
-        sizes = 32, 8, 128
-    first = "sliding_attention" if hybrid else "full_attention"
-    types_ = LAYER_TYPES or [first] * (DRAFT_LAYERS - 1) + ["full_attention"]
-    return md.DrafterConfig(
-        text.hidden_size, text.intermediate_size, DRAFT_LAYERS, *sizes, vocab, BLOCK_SIZE,
-        mask_token(config, text, tokenizer, vocab), default_taps(n_layers), n_layers, tuple(types_),
-        SLIDING_WINDOW if "sliding_attention" in types_ else None, rope_theta_of(text),
-        getattr(text, "rms_norm_eps", 1e-6), INIT_STD, text.max_position_embeddings, text.bos_token_id,
-        text.eos_token_id, text.pad_token_id,
-        final_logit_softcapping=getattr(text, "final_logit_softcapping", None))
-
-
-def embedding_scale(embedding):
-    """What the embedding module multiplies its table by (Gemma), rounded in its dtype as the client does."""
-    scale = getattr(embedding, "embed_scale", None)
-    return 1.0 if scale is None else float(torch.as_tensor(scale).to(embedding.weight.dtype))
-
-
-def free_memory():
-    """Host memory in GiB. MemAvailable counts the page cache in, SC_AVPHYS_PAGES doesn't."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable:")) / 2**20
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2**30
-
-
-def preflight(run):
-    """What would fail late is said before anything slow: compiler, disk, host memory, files."""
-    for name in ("DATA", "EVAL_DATA") if EVAL_EVERY else ("DATA",):
-        resolve_files(globals()[name], name)
-    for part in run.out.glob(".part_*"):
-        print(f"{part} is a save that was cut off: removed, the complete one before it counts")
-        shutil.rmtree(part)
-    if COMPILE and any(d.startswith("cuda") for d in DRAFTER_DEVICES):
-        compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
-        header = Path(sysconfig.get_paths()["include"], "Python.h")
-        need(run.config.head_dim >= 16,  # Triton's matrix products start there
-             f"COMPILE = True: flex_attention needs a head_dim of 16 or more, this is {run.config.head_dim}")
-        need(compiler, "COMPILE = True: Triton needs a C compiler on the PATH: install gcc, or set CC")
-        need(header.exists(), f"COMPILE = True: Triton needs {header}: install python3-dev")
-    if run.machines.rank:
-        return  # machine 0 saves
-    with torch.device("meta"):
-        n = sum(p.numel() for p in md.Drafter(run.config, None).parameters()) / 2**30
-    size, free, memory = n * 14, shutil.disk_usage(run.out).free / 2**30, free_memory()  # bf16, fp32, moments
-    wanted = size * max(1, KEEP + 2 - len(step_directories(run.out)))  # a run to resume has some already
-    print(f"a checkpoint is {size:.2f} GiB, {KEEP} newest and the best are kept (KEEP), "
-          f"{free:.1f} GiB free at OUT = {run.out}")
-    need(free >= wanted, f"OUT = {run.out}: {free:.1f} GiB free, KEEP = {KEEP}, the best "
-         f"and one being written need {wanted:.1f} more")
-    if memory < n * 12:
-        print(f"WARNING: {memory:.1f} GiB of host memory is free, a save copies {n * 12:.1f} GiB there")
-
-
-@torch.no_grad()
-def prove_target(model, config, conversations, tokenizer):
-    """Start-up proof on a few real conversations, with the whole first replica: taps, head, labels."""
-    decoder, device, agree, labels = model.get_decoder(), model.device, 0, 0
-    ids_of_taps = list(config.target_layer_ids)
-    taps, head = md.Taps(decoder.layers, config.target_layer_ids), head_of(model)
-    for c in (conversations[i] for i in range(min(8, len(conversations)))):
-        ids = torch.from_numpy(c.ids.astype(np.int64))[None].to(device)
-        out = model(ids, output_hidden_states=True, use_cache=False)
-        need(torch.equal(taps.collect(), torch.cat([out.hidden_states[i + 1] for i in ids_of_taps], -1)),
-             f"TARGET = {TARGET}: hooks on layers {ids_of_taps} don't give output_hidden_states[i + 1]")
-        logits = out.logits.float()
-        off = (head(out.hidden_states[-1]).float() - logits).abs().max().item()
-        need(not off > 0.05 * logits.abs().max().item(),
-             f"TARGET = {TARGET}: it scales its logits, the head alone is off by {off:.3g}")
-        supervised = torch.from_numpy(c.turn[1:] > 0).to(device)
-        agree += int(((out.logits[0, :-1].argmax(-1) == ids[0, 1:]) & supervised).sum())
-        labels += int(supervised.sum())
-    taps.remove()
-    share = agree / max(1, labels)
-    print(f"proof: taps {ids_of_taps} equal output_hidden_states; the head reproduces the logits; "
-          f"{share:.3f} of {labels} labels equal the target's argmax")
-    if share < 0.8:
-        print(f"WARNING: only {share:.2f} of the labels are what the target would say (own answers: 0.8 or "
-              f"more): such a drafter is accepted less. tools/regenerate.py makes the target's own answers")
-    if tokenizer is not None:
-        text = render(conversations[0], tokenizer)[:800]
-        print(f"first conversation, supervised tokens between ⟦ ⟧:\n{text}")
-    return share
 
 
 # ---------------------------------------------------------------------------------------- the hand-off
@@ -431,8 +278,8 @@ def target_worker(run, t):
     """Thread t: rows of the jobs t, t+T, ... through its replica, in order, to each one's drafter."""
     device = torch.device(TARGET_DEVICES[t])
     run.enter_thread(device)
-    decoder, hand_off = run.decoders[t], flex_utils.HandOff(device, run.bad_pairs)
-    taps = md.Taps(decoder.layers, run.config.target_layer_ids)
+    decoder, hand_off = run.decoders[t], HandOff(device, run.bad_pairs)
+    taps = Taps(decoder.layers, run.config.target_layer_ids)
     for kind, index in itertools.islice(run.jobs(), t, None, len(TARGET_DEVICES)):
         run.check()
         row, anchors = (run.train_rows if kind == "train" else run.eval_rows).row(index)
@@ -681,151 +528,6 @@ def drafter_worker(run, d):
             run.log_if_due(w, plan.step + 1)
 
 
-# ----------------------------------------------------------------------------------------- checkpoints
-# what a resumed run must share with the one that wrote the checkpoint; the rest may change and is printed
-FIXED = ("SEED", "SEQ_LEN", "NUM_ANCHORS", "ROWS_PER_STEP", "LOSS", "CHAT_TEMPLATE_KWARGS")
-# what machines must share beside it, for every one decides by itself what happens after a step
-ALIKE = "LR", "WARMUP", "CLIP", "GAMMA", "LOG_EVERY", "EVAL_EVERY", "SAVE_EVERY", "K_BAD"
-
-
-def checksum(path):
-    with open(path, "rb") as f:
-        return [path.stat().st_size, hashlib.file_digest(f, "sha256").hexdigest()]
-
-
-def sync_path(path):
-    """fsync a file or a directory."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def point(link, target):
-    """Relative symlink, replaced in one step."""
-    new = link.with_name(f".{link.name}.new")
-    new.unlink(missing_ok=True)
-    new.symlink_to(target.name)
-    os.replace(new, link)
-
-
-def masters_of(state):
-    """The weights in a trainer's state, by their published names."""
-    return {k.removeprefix("master."): v for k, v in state.items() if k.startswith("master.")}
-
-
-def write_checkpoint(out, step, config, state, info):
-    """OUT/step_N, complete or not there: temporary name, fsync, rename. -> its path."""
-    final, part = out / f"step_{step:08d}", out / f".part_step_{step:08d}"
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    md.save_drafter(part, config, masters_of(state))
-    save_file(state, part / "trainer.safetensors")
-    files = {p.name: checksum(p) for p in sorted(part.iterdir())}
-    (part / "trainer.json").write_text(json.dumps({**info, "files": files}, indent=1))
-    for path in (*part.iterdir(), part):
-        sync_path(path)
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(part, final)
-    sync_path(out)
-    return final
-
-
-def read_checkpoint(path):
-    """-> (info, state) of a complete checkpoint; ValueError saying what is damaged."""
-    try:
-        info = json.loads((path / "trainer.json").read_text())
-        for name, expected in info["files"].items():
-            found = checksum(path / name)
-            if found != expected:
-                raise ValueError(f"{name} has size and checksum {found}, expected {expected}")
-        return info, load_file(path / "trainer.safetensors")
-    except (OSError, KeyError, json.JSONDecodeError, safetensors.SafetensorError) as e:
-        raise ValueError(f"{type(e).__name__}: {e}") from None
-
-
-def step_directories(out):
-    return sorted((p for p in out.glob("step_*") if p.is_dir() and p.name[5:].isdigit()), reverse=True)
-
-
-def find_checkpoint(out):
-    """RESUME -> (path, info, state) or None. A damaged newest one is named, and the one before it is used."""
-    if RESUME not in ("auto", "no"):
-        with refusing(f"RESUME = {RESUME}: not a complete checkpoint of this trainer", ValueError):
-            return Path(RESUME), *read_checkpoint(Path(RESUME))
-    found = step_directories(out)
-    if (out / "latest").exists():  # newer ones were left behind by a run that went back to it
-        found = [p for p in found if p.name <= os.readlink(out / "latest")]
-    need(RESUME == "auto" or not found and not (out / "metrics.jsonl").exists(),
-         f"RESUME = no, but OUT = {out} holds a run already: choose another OUT, or RESUME=auto")
-    for path in found:
-        try:
-            return path, *read_checkpoint(path)
-        except ValueError as e:
-            print(f"checkpoint {path} is damaged ({e}): using the one before it")
-    need(not found, f"OUT = {out}: its {len(found)} checkpoints are all damaged; move them to start anew")
-    return None
-
-
-def check_resume(path, info, run):
-    """Refuse what can't continue, naming both values; print what merely changed."""
-    theirs, ours, data = info["constants"], run.constants(), run.train_rows.conversations.fingerprint
-    for name in FIXED:
-        note = f", summed over machines, here {run.machines.size}" if name == "ROWS_PER_STEP" else ""
-        need(theirs[name] == ours[name], f"{name} = {ours[name]!r}, but {path} has {theirs[name]!r}{note}")
-    need(info["horizon"] == run.horizon, f"the schedule's horizon is {run.horizon} steps, but {path} has "
-         f"{info['horizon']}: set STEPS={info['horizon']} (STOP_AT ends early without changing it)")
-    need(info["data"] == data, f"DATA = {DATA} has fingerprint {data}, but {path} has {info['data']}")
-    changed = md.differences(run.config, md.config_from_json(json.loads((path / "config.json").read_text())))
-    need(not changed, f"{path} is another drafter: {'; '.join(changed)}")
-    for name in sorted(set(theirs) & set(ours) - {"RESUME", "CKPT", "PROMPT"}):
-        if theirs[name] != ours[name]:
-            print(f"resume: {name} was {theirs[name]!r}, now {ours[name]!r}")
-
-
-class Saver:
-    """Writes checkpoints in a thread of its own, one at a time; after a failure the next save tries again."""
-
-    def __init__(self, run):
-        self.run, self.thread, self.failed = run, None, None
-
-    def start(self, step, state, *rest):
-        """state(): the copy to host memory, made when the last one is on the disk."""
-        self.wait()
-        self.thread = start_thread("saver", self.run.guarded, self.write, step, state(), *rest, daemon=False)
-
-    def write(self, step, state, info, best):
-        out = self.run.out
-        try:
-            self.run.need_written()  # a run that resumes here must find every line up to here
-            final = write_checkpoint(out, step, self.run.config, state, info)
-            point(out / "latest", final)
-            if best:
-                point(out / "best", final)
-            self.failed = None
-            self.rotate(step)
-            self.run.say(f"saved {final}" + (" (best)" if best else ""))
-        except (OSError, safetensors.SafetensorError) as e:
-            self.failed = f"checkpoint of step {step} could not be written: {e}"
-            shutil.rmtree(out / f".part_step_{step:08d}", ignore_errors=True)
-            self.run.say(f"WARNING: {self.failed}; training goes on, the next save tries again")
-        self.run.tick()
-
-    def rotate(self, step):
-        """KEEP newest up to `step` and the best stay; newer ones are damaged or of a line that was left."""
-        best = (self.run.out / "best").resolve().name if (self.run.out / "best").is_symlink() else ""
-        found = step_directories(self.run.out)
-        left = [p for p in found if int(p.name[5:]) > step]
-        for old in left + found[len(left) + KEEP:]:
-            if old.name != best:
-                shutil.rmtree(old)
-
-    def wait(self):
-        if self.thread:
-            self.thread.join()
-
-
 # --------------------------------------------------------------------------------------------- the run
 
 class Plan(NamedTuple):
@@ -837,7 +539,7 @@ class Plan(NamedTuple):
 class Run(flex_utils.Crew):
     """What the threads share: the order of work, the queues, what is logged and kept."""
 
-    def __init__(self, out, machines=flex_utils.Alone()):
+    def __init__(self, out, machines=Alone()):
         super().__init__(len(DRAFTER_DEVICES))
         self.machines, self.step_rows = machines, ROWS_PER_STEP * machines.size
         self.out, self.first, self.evaluated_before = out, 0, None  # of the checkpoint that was resumed
@@ -845,9 +547,9 @@ class Run(flex_utils.Crew):
         self.kept = {"best": None, "low_loss": None, "turned": False, "skipped": 0, "bad_run": 0,
                      "evaluated": None, "window": []}
         self.ending, self.signal, self.fresh_best = False, None, False
-        self.log_lock, self.saver, self.bar, self.board = threading.RLock(), Saver(self), None, None
-        self.unwritten = {}  # file of OUT -> lines that a full disk refused
-        self.reduce_watch = flex_utils.Stopwatch(torch.device(DRAFTER_DEVICES[0]))
+        self.lines, self.saver = checkpoints.Lines(out), checkpoints.Saver(self, KEEP)
+        self.bar, self.board = None, None
+        self.reduce_watch = Stopwatch(torch.device(DRAFTER_DEVICES[0]))
         self.queues = [[queue.Queue(QUEUE_DEPTH) for _ in DRAFTER_DEVICES] for _ in TARGET_DEVICES]
         self.restart_window(0)
 
@@ -887,7 +589,7 @@ class Run(flex_utils.Crew):
             item = self.wait_for(lambda: self.queues[t][w.index].get(timeout=0.5), queue.Empty)
             self.drafter_wait[w.index] += (time.perf_counter() - began) * (kind == "train")
             assert item[:2] == (kind, index), f"expected {kind} row {index}, got {item.kind} {item.index}"
-            flex_utils.receive((item.hidden, *(t for s in item.slots for t in s)), item.ready, w.device)
+            receive((item.hidden, *(t for s in item.slots for t in s)), item.ready, w.device)
             yield item
 
     def put(self, t, d, item):
@@ -926,7 +628,7 @@ class Run(flex_utils.Crew):
         with self.reduce_watch:
             # on the hosts: no device is waited for, and NCCL starts nothing that a dead machine would hang
             self.end_if_signalled()
-            flex_utils.sum_over_replicas(lists, self.direct, self.machines)
+            sum_over_replicas(lists, self.direct, self.machines)
 
     def end_if_signalled(self):
         signalled = max(self.machines.gather(self.signal or 0))
@@ -984,7 +686,7 @@ class Run(flex_utils.Crew):
         guilty = [step * self.step_rows + i for i, row in enumerate(rows) if row[BAD]]
         guilty = guilty or list(range(step * self.step_rows, (step + 1) * self.step_rows))
         bad = {"step": step + 1, "rows": guilty, "first_bad_tensor": name}
-        self.append("bad_steps.jsonl", json.dumps(bad))
+        self.lines.append("bad_steps.jsonl", json.dumps(bad))
         where, n = f"rows {guilty}; first bad gradient {name}", self.kept["bad_run"]
         self.say(f"WARNING: step {step + 1} was not finite and was skipped; {where}")
         need(n < K_BAD, f"{n} steps in a row were not finite (K_BAD = {K_BAD}); {where}")
@@ -1046,48 +748,15 @@ class Run(flex_utils.Crew):
 
     def record(self, values):
         """One JSON object a line in metrics.jsonl; tensorboard too, where it is installed."""
-        self.append("metrics.jsonl", json.dumps(values))
+        self.lines.append("metrics.jsonl", json.dumps(values))
         for name, value in values.items() if self.board else ():
             if isinstance(value, (int, float)):
                 self.board.add_scalar(name, value, values["step"])
 
     def say(self, text):
-        with self.log_lock:
+        with self.lines.lock:
             tqdm.write(text) if self.bar else print(text, flush=True)
-            self.append("train.log", text)
-
-    def append(self, name, *texts):
-        """Lines for a file of OUT; what a full disk refuses goes there with later ones. -> error or None"""
-        with self.log_lock:
-            waiting = self.unwritten.setdefault(name, [])
-            first = not waiting
-            waiting += texts
-            try:
-                append_text(self.out / name, "".join(text + "\n" for text in waiting))
-                waiting.clear()
-            except OSError as e:
-                if first:
-                    print(f"WARNING: {self.out / name}: {e}; its lines wait in memory for room", flush=True)
-                return e
-
-    def need_written(self):
-        for error in filter(None, [self.append(name) for name in list(self.unwritten)]):
-            raise error
-
-
-def start_thread(name, work, *args, daemon=True):
-    thread = threading.Thread(target=work, args=args, name=name, daemon=daemon)
-    thread.start()
-    return thread
-
-
-def append_text(path, text):
-    """All of it or nothing: a full disk leaves no half line."""
-    with open(path, "ab", buffering=0) as f:
-        end, data = f.tell(), text.encode()
-        if f.write(data) < len(data):
-            f.truncate(end)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            self.lines.append("train.log", text)
 
 
 def memory_gib():
@@ -1097,27 +766,163 @@ def memory_gib():
     return round(peak / 2**30, 2)
 
 
+# -------------------------------------------------------------------------------------------- start-up
+# what a resumed run must share with the one that wrote the checkpoint; the rest may change and is printed
+FIXED = ("SEED", "SEQ_LEN", "NUM_ANCHORS", "ROWS_PER_STEP", "LOSS", "CHAT_TEMPLATE_KWARGS")
+# what machines must share beside it, for every one decides by itself what happens after a step
+ALIKE = "LR", "WARMUP", "CLIP", "GAMMA", "LOG_EVERY", "EVAL_EVERY", "SAVE_EVERY", "K_BAD"
+
+
+def free_memory():
+    """Host memory in GiB. MemAvailable counts the page cache in, SC_AVPHYS_PAGES doesn't."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable:")) / 2**20
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2**30
+
+
+def preflight(run):
+    """What would fail late is said before anything slow: compiler, disk, host memory, files."""
+    for name in ("DATA", "EVAL_DATA") if EVAL_EVERY else ("DATA",):
+        resolve_files(globals()[name], name)
+    for part in run.out.glob(".part_*"):
+        print(f"{part} is a save that was cut off: removed, the complete one before it counts")
+        shutil.rmtree(part)
+    if COMPILE and any(d.startswith("cuda") for d in DRAFTER_DEVICES):
+        compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+        header = Path(sysconfig.get_paths()["include"], "Python.h")
+        need(run.config.head_dim >= 16,  # Triton's matrix products start there
+             f"COMPILE = True: flex_attention needs a head_dim of 16 or more, this is {run.config.head_dim}")
+        need(compiler, "COMPILE = True: Triton needs a C compiler on the PATH: install gcc, or set CC")
+        need(header.exists(), f"COMPILE = True: Triton needs {header}: install python3-dev")
+    if run.machines.rank:
+        return  # machine 0 saves
+    with torch.device("meta"):
+        n = sum(p.numel() for p in md.Drafter(run.config, None).parameters()) / 2**30
+    size, free, memory = n * 14, shutil.disk_usage(run.out).free / 2**30, free_memory()  # bf16, fp32, moments
+    there = len(checkpoints.step_directories(run.out))  # a run to resume has some already
+    wanted = size * max(1, KEEP + 2 - there)
+    print(f"a checkpoint is {size:.2f} GiB, {KEEP} newest and the best are kept (KEEP), "
+          f"{free:.1f} GiB free at OUT = {run.out}")
+    need(free >= wanted, f"OUT = {run.out}: {free:.1f} GiB free, KEEP = {KEEP}, the best "
+         f"and one being written need {wanted:.1f} more")
+    if memory < n * 12:
+        print(f"WARNING: {memory:.1f} GiB of host memory is free, a save copies {n * 12:.1f} GiB there")
+
+
+def read_data(run, tokenizer, vocab):
+    """Rows to train on and rows to evaluate on, before any GPU work."""
+    run.train_rows = RowStream(
+        read_conversations(DATA, tokenizer, "DATA", vocab, run.out), SEQ_LEN, NUM_ANCHORS, SEED)
+    run.eval_rows = EvalRows(read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", vocab, run.out),
+                             SEQ_LEN) if EVAL_EVERY else None
+    run.horizon = STEPS or run.train_rows.total(EPOCHS) // run.step_rows
+    need(run.horizon, f"DATA = {DATA}: EPOCHS = {EPOCHS} give too few rows, ROWS_PER_STEP = {ROWS_PER_STEP}")
+    run.last = min(run.horizon, STOP_AT or run.horizon)
+
+
+def check_machines(run):
+    """All machines train the same thing on the same rows; UserError naming both values."""
+    files = {"DATA": run.train_rows, "EVAL_DATA": run.eval_rows}
+    mine = {n: rows and rows.conversations.fingerprint for n, rows in files.items()}
+    mine |= {n: constants()[n] for n in FIXED + ALIKE} | vars(run.config)
+    mine |= {"the last step": run.last, "the horizon": run.horizon}
+    for rank, theirs in enumerate(run.machines.gather(mine)):
+        for n in mine:
+            need(mine[n] == theirs[n], f"{n} = {mine[n]!r}, but machine (rank {rank}) has {theirs[n]!r}")
+
+
+def drafter_in(name):
+    """The drafter checkpoint that the constant `name` says -> (config, weights)."""
+    with refusing(f"{name} = {globals()[name]}: not a drafter checkpoint", OSError, ValueError,
+                  safetensors.SafetensorError):
+        return checkpoints.load_drafter(globals()[name])
+
+
+def check_resume(path, info, run):
+    """Refuse what can't continue, naming both values; print what merely changed."""
+    theirs, ours, data = info["constants"], run.constants(), run.train_rows.conversations.fingerprint
+    for name in FIXED:
+        note = f", summed over machines, here {run.machines.size}" if name == "ROWS_PER_STEP" else ""
+        need(theirs[name] == ours[name], f"{name} = {ours[name]!r}, but {path} has {theirs[name]!r}{note}")
+    need(info["horizon"] == run.horizon, f"the schedule's horizon is {run.horizon} steps, but {path} has "
+         f"{info['horizon']}: set STEPS={info['horizon']} (STOP_AT ends early without changing it)")
+    need(info["data"] == data, f"DATA = {DATA} has fingerprint {data}, but {path} has {info['data']}")
+    changed = checkpoints.differences(run.config, checkpoints.read_config(path))
+    need(not changed, f"{path} is another drafter: {'; '.join(changed)}")
+    for name in sorted(set(theirs) & set(ours) - {"RESUME", "CKPT", "PROMPT"}):
+        if theirs[name] != ours[name]:
+            print(f"resume: {name} was {theirs[name]!r}, now {ours[name]!r}")
+
+
+def starting_point(run):
+    """-> ((first step, last evaluated one, what is kept), state): a checkpoint's whole state; or the masters
+    alone, of INIT_FROM or fresh ones from SEED."""
+    found = checkpoints.find_checkpoint(run.out, RESUME)
+    if found:
+        path, info, state = found
+        check_resume(path, info, run)
+        checkpoints.truncate_lines(run.out, info["step"])
+        print(f"resuming from {path}, step {info['step']}")
+        return (info["step"], info["evaluated"], {name: info[name] for name in run.kept}), state
+    checkpoints.truncate_lines(run.out, -1)  # of a run that was killed before its first save
+    if INIT_FROM:
+        theirs, weights = drafter_in("INIT_FROM")
+        wrong = checkpoints.differences(run.config, theirs)
+        need(not wrong, f"INIT_FROM = {INIT_FROM} doesn't fit: {'; '.join(wrong)}")
+    else:
+        drafter = md.Drafter(run.config, None)
+        drafter.init_weights(SEED)
+        weights = drafter.state_dict()
+    return (0, None, run.kept), {f"master.{name}": weight for name, weight in weights.items()}
+
+
+def check_devices(run, targets, drafters):
+    """Every pair of devices that copies will cross, before any weight does."""
+    pairs = itertools.product(targets[:1], targets), itertools.product(targets + drafters, drafters)
+    run.bad_pairs = check_pairs(itertools.chain(*pairs))
+    for a, b in sorted(run.bad_pairs, key=str):
+        print(f"direct copies {a} -> {b} arrive damaged on this machine: they go through host memory")
+        os.environ["NCCL_P2P_DISABLE"] = "1"
+    run.direct = 1 < len(drafters) == len(set(drafters)) and all(d.type == "cuda" for d in drafters)
+
+
+def build(run):
+    """Everything before the threads, in the main thread: data, target and its replicas, drafters."""
+    config, tokenizer = target_files.load_config(TARGET), target_files.load_tokenizer(TARGET)
+    run.config = target_files.drafter_config(
+        TARGET, config, tokenizer, BLOCK_SIZE, DRAFT_LAYERS, LAYER_TYPES, SLIDING_WINDOW, TARGET_LAYER_IDS,
+        MASK_TOKEN_ID, INIT_STD)
+    preflight(run)
+    read_data(run, tokenizer, config.get_text_config().vocab_size)
+    run.tick()
+    check_machines(run)
+    begin, state = run.machines.from_first(lambda: starting_point(run))
+    run.first, run.evaluated_before, run.kept = begin
+    weights = checkpoints.masters_of(state)
+    targets, drafters = [torch.device(d) for d in TARGET_DEVICES], [torch.device(d) for d in DRAFTER_DEVICES]
+    check_devices(run, targets, drafters)
+    model = load_target(targets[0], run.tick)
+    run.tick()
+    embed, head, decoder = model.get_input_embeddings(), target_files.head_of(model), model.get_decoder()
+    run.config = replace(run.config, input_embedding_scale=target_files.embedding_scale(embed))
+    target_files.fast_path(decoder)
+    with refusing(f"TARGET = {TARGET}: can't run", ImportError):  # FP8 layers look for their kernels now
+        target_files.prove(TARGET, model, run.config, run.train_rows.conversations, tokenizer)
+    shared = {d: [replica_of(module, d, run.bad_pairs) for module in (embed, head)] for d in set(drafters)}
+    decoder.layers = decoder.layers[:run.config.target_layer_ids[-1] + 1]  # the rest feeds nothing
+    del model, head  # the head and the last layers leave the target's GPU here
+    run.shapes = shapes_for(decoder, run.train_rows, run.eval_rows)
+    run.decoders = [decoder] + [replica_of(decoder, d, run.bad_pairs) for d in targets[1:]]
+    run.replicas = [Replica(i, run.config, d, *shared[d], weights, run.machines.size)
+                    for i, d in enumerate(drafters)]
+    for w in run.replicas if "adam_step" in state else ():
+        w.load_state(state)
+    run.tick()
+
+
 # ------------------------------------------------------------------------------------------------ main
-
-@contextmanager
-def only_run_in(out):
-    """Two runs never share one OUT."""
-    with refusing(f"OUT = {out}: not a directory that can be written", OSError):
-        out.mkdir(parents=True, exist_ok=True)
-        lock = open(out / ".lock", "a+")
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            owner = lock.read().strip() or "unknown"
-            raise UserError(f"OUT = {out} is in use by another run (process {owner})") from None
-        with refusing(f"OUT = {out}: can't be written", OSError):
-            lock.truncate(0)
-            lock.write(str(os.getpid()))
-            lock.flush()
-        yield out
-
 
 def commit():
     try:
@@ -1149,7 +954,7 @@ def describe_run(run):
              "horizon": run.horizon}
     for name, value in facts.items():
         run.say(f"{name}: {value}")
-    facts.update(data=stats, drafter=md.config_json(run.config), constants=constants())
+    facts.update(data=stats, drafter=checkpoints.config_json(run.config), constants=constants())
     (run.out / "run.json").write_text(json.dumps(facts, indent=1, default=str))
     run.say("constants: " + ", ".join(f"{n}={v!r}" for n, v in constants().items()))
     run.say(f"{stats['rows']} conversations, {stats['tokens']} tokens, "
@@ -1160,109 +965,6 @@ def describe_run(run):
             f"{ROWS_PER_STEP} over {len(DRAFTER_DEVICES)} drafters here "
             f"({ROWS_PER_STEP / len(DRAFTER_DEVICES):.3g} each); "
             f"targets on {TARGET_DEVICES}, drafters on {DRAFTER_DEVICES}")
-
-
-def read_data(run, tokenizer, vocab):
-    """Rows to train on and rows to evaluate on, before any GPU work."""
-    run.train_rows = RowStream(
-        read_conversations(DATA, tokenizer, "DATA", vocab, run.out), SEQ_LEN, NUM_ANCHORS, SEED)
-    run.eval_rows = EvalRows(read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", vocab, run.out),
-                             SEQ_LEN) if EVAL_EVERY else None
-    run.horizon = STEPS or run.train_rows.total(EPOCHS) // run.step_rows
-    need(run.horizon, f"DATA = {DATA}: EPOCHS = {EPOCHS} give too few rows, ROWS_PER_STEP = {ROWS_PER_STEP}")
-    run.last = min(run.horizon, STOP_AT or run.horizon)
-
-
-def load_drafter(name):
-    """The drafter checkpoint that the constant `name` says -> (config, weights)."""
-    with refusing(f"{name} = {globals()[name]}: not a drafter checkpoint", OSError, ValueError,
-                  safetensors.SafetensorError):
-        return md.load_drafter(globals()[name])
-
-
-def check_machines(run):
-    """All machines train the same thing on the same rows; UserError naming both values."""
-    files = {"DATA": run.train_rows, "EVAL_DATA": run.eval_rows}
-    mine = {n: rows and rows.conversations.fingerprint for n, rows in files.items()}
-    mine |= {n: constants()[n] for n in FIXED + ALIKE} | vars(run.config)
-    mine |= {"the last step": run.last, "the horizon": run.horizon}
-    for rank, theirs in enumerate(run.machines.gather(mine)):
-        for n in mine:
-            need(mine[n] == theirs[n], f"{n} = {mine[n]!r}, but machine (rank {rank}) has {theirs[n]!r}")
-
-
-def starting_point(run):
-    """-> ((first step, last evaluated one, what is kept), state): a checkpoint's whole state; or the masters
-    alone, of INIT_FROM or fresh ones from SEED."""
-    found = find_checkpoint(run.out)
-    if found:
-        path, info, state = found
-        check_resume(path, info, run)
-        truncate_metrics(run.out, info["step"])
-        print(f"resuming from {path}, step {info['step']}")
-        return (info["step"], info["evaluated"], {name: info[name] for name in run.kept}), state
-    truncate_metrics(run.out, -1)  # of a run that was killed before its first save
-    if INIT_FROM:
-        theirs, weights = load_drafter("INIT_FROM")
-        wrong = md.differences(run.config, theirs)
-        need(not wrong, f"INIT_FROM = {INIT_FROM} doesn't fit: {'; '.join(wrong)}")
-    else:
-        drafter = md.Drafter(run.config, None)
-        drafter.init_weights(SEED)
-        weights = drafter.state_dict()
-    return (0, None, run.kept), {f"master.{name}": weight for name, weight in weights.items()}
-
-
-def truncate_metrics(out, step):
-    """Lines of steps that will be trained again leave the metrics and the list of bad steps."""
-    for path in filter(Path.exists, (out / "metrics.jsonl", out / "bad_steps.jsonl")):
-        lines = [x for x in path.read_text().splitlines() if x.endswith("}")]
-        lines = [x for x in lines if json.loads(x)["step"] <= step]
-        with refusing(f"OUT = {out}: can't be written", OSError):
-            path.with_suffix(".new").write_text("".join(x + "\n" for x in lines))
-            os.replace(path.with_suffix(".new"), path)
-
-
-def check_devices(run, targets, drafters):
-    """Every pair of devices that copies will cross, before any weight does."""
-    pairs = itertools.product(targets[:1], targets), itertools.product(targets + drafters, drafters)
-    run.bad_pairs = flex_utils.check_pairs(itertools.chain(*pairs))
-    for a, b in sorted(run.bad_pairs, key=str):
-        print(f"direct copies {a} -> {b} arrive damaged on this machine: they go through host memory")
-        os.environ["NCCL_P2P_DISABLE"] = "1"
-    run.direct = 1 < len(drafters) == len(set(drafters)) and all(d.type == "cuda" for d in drafters)
-
-
-def build(run):
-    """Everything before the threads, in the main thread: data, target and its replicas, drafters."""
-    config, tokenizer = load_config(), load_tokenizer()
-    run.config = drafter_config(config, tokenizer)
-    preflight(run)
-    read_data(run, tokenizer, config.get_text_config().vocab_size)
-    run.tick()
-    check_machines(run)
-    begin, state = run.machines.from_first(lambda: starting_point(run))
-    run.first, run.evaluated_before, run.kept = begin
-    weights = masters_of(state)
-    targets, drafters = [torch.device(d) for d in TARGET_DEVICES], [torch.device(d) for d in DRAFTER_DEVICES]
-    check_devices(run, targets, drafters)
-    model = load_target(targets[0], run.tick)
-    run.tick()
-    embed, head, decoder = model.get_input_embeddings(), head_of(model), model.get_decoder()
-    run.config = replace(run.config, input_embedding_scale=embedding_scale(embed))
-    target_files.fast_path(decoder)
-    with refusing(f"TARGET = {TARGET}: can't run", ImportError):  # FP8 layers look for their kernels now
-        prove_target(model, run.config, run.train_rows.conversations, tokenizer)
-    shared = {d: [replica_of(module, d, run.bad_pairs) for module in (embed, head)] for d in set(drafters)}
-    decoder.layers = decoder.layers[:run.config.target_layer_ids[-1] + 1]  # the rest feeds nothing
-    del model, head  # the head and the last layers leave the target's GPU here
-    run.shapes = shapes_for(decoder, run.train_rows, run.eval_rows)
-    run.decoders = [decoder] + [replica_of(decoder, d, run.bad_pairs) for d in targets[1:]]
-    run.replicas = [Replica(i, run.config, d, *shared[d], weights, run.machines.size)
-                    for i, d in enumerate(drafters)]
-    for w in run.replicas if "adam_step" in state else ():
-        w.load_state(state)
-    run.tick()
 
 
 def run_threads(run):
@@ -1302,9 +1004,9 @@ def train():
     need_devices("TARGET_DEVICES", TARGET_DEVICES)
     need_devices("DRAFTER_DEVICES", DRAFTER_DEVICES)
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
-    machines = flex_utils.Alone() if alone else flex_utils.Machines(STALL_S)
+    machines = Alone() if alone else Machines(STALL_S)
     # OUT is machine 0's alone: it may be shared, or missing elsewhere. What others write there goes with them
-    with tempfile.TemporaryDirectory() if machines.rank else only_run_in(Path(OUT)) as out:
+    with tempfile.TemporaryDirectory() if machines.rank else checkpoints.only_run_in(Path(OUT)) as out:
         run = Run(Path(out), machines)
         watchdog = start_thread("watchdog", run.watchdog, STALL_S, run.state)
         try:
@@ -1339,7 +1041,7 @@ def finish(run):
         code, text = EXIT_ERROR, f"ERROR in {run.error}"
     elif run.saver.failed:
         code, text = EXIT_ERROR, f"ERROR: the last save failed: {run.saver.failed}"
-    elif error := run.append("metrics.jsonl"):
+    elif error := run.lines.append("metrics.jsonl"):
         code, text = EXIT_ERROR, f"ERROR: the last lines of metrics.jsonl could not be written: {error}"
     elif run.signal:
         code, text = 128 + run.signal, f"ended by signal {run.signal}; `latest` is the last complete step"
@@ -1351,14 +1053,14 @@ def open_checkpoint():
     """CKPT and its target on TARGET_DEVICES[0], for `eval` and `generate`. -> (model, tokenizer, Replica)."""
     need(CKPT, "CKPT is empty: name a checkpoint directory")
     need_devices("TARGET_DEVICES", TARGET_DEVICES[:1])
-    config, weights = load_drafter("CKPT")
-    load_config()  # a TARGET that isn't there is said before its tokenizer is missed
+    config, weights = drafter_in("CKPT")
+    target_files.load_config(TARGET)  # a TARGET that isn't there is said before its tokenizer is missed
     globals().update(BLOCK_SIZE=config.block_size, COMPILE=False)
-    tokenizer, model = load_tokenizer(), load_target(TARGET_DEVICES[0])
+    tokenizer, model = target_files.load_tokenizer(TARGET), load_target(TARGET_DEVICES[0])
     here = model.config.get_text_config().hidden_size, len(model.get_decoder().layers)
     there = config.hidden_size, config.num_target_layers
     need(here == there, f"CKPT = {CKPT} is for hidden size and layers {there}, TARGET = {TARGET} has {here}")
-    w = Replica(0, config, model.device, model.get_input_embeddings(), head_of(model), weights)
+    w = Replica(0, config, model.device, model.get_input_embeddings(), target_files.head_of(model), weights)
     w.drafter.eval()
     return model, tokenizer, w
 
@@ -1369,7 +1071,7 @@ def evaluate_checkpoint():
     config, decoder, sums = w.drafter.config, model.get_decoder(), EvalSums()
     rows = EvalRows(read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", config.vocab_size), SEQ_LEN)
     shapes = shapes_for(decoder, rows)
-    taps = md.Taps(decoder.layers, config.target_layer_ids)
+    taps = Taps(decoder.layers, config.target_layer_ids)
     for i in tqdm(range(len(rows.rows)), unit="row", disable=not sys.stderr.isatty()):
         row, anchors = rows.row(i)
         with torch.no_grad():
@@ -1426,7 +1128,8 @@ def inspect(*words):
     """`inspect DATA=... [N]`: what the data chapter makes of the files, and N conversations. -> exit code."""
     need(len(words) <= 1 and all(w.isdecimal() for w in words),
          f"inspect {' '.join(words)}: beside NAME=VALUE it takes one number, of conversations to show")
-    vocab, tokenizer = load_config().get_text_config().vocab_size, load_tokenizer()
+    vocab = target_files.load_config(TARGET).get_text_config().vocab_size
+    tokenizer = target_files.load_tokenizer(TARGET)
     inspect_data(read_conversations(DATA, tokenizer, "DATA", vocab), tokenizer, SEQ_LEN,
                  int(words[0] if words else 3))
     return 0

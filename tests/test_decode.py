@@ -11,19 +11,19 @@ import torch
 import transformers
 from torch import nn
 
-import model_drafter as md
+from common import tiny_config
 from flex_utils import attend_dense, dense_mask
 from model_drafter import (
     Drafter,
-    DrafterConfig,
     Head,
     LossSpec,
-    Taps,
     row_loss,
     slots_of,
     speculative_generate,
     walk,
 )
+from tools import checkpoints
+from tools.taps import Taps
 
 VOCAB, HIDDEN, K = 61, 32, 4
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -92,23 +92,10 @@ def target_of(kind):
 
 
 def config(**changes):
-    base = dict(
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        vocab_size=VOCAB,
-        block_size=K,
-        mask_token_id=60,
-        target_layer_ids=(0, 2),
-        num_target_layers=4,
-        layer_types=(SLIDING, FULL),
-        sliding_window=9,
-        rope_theta=1e4,
-    )
-    return DrafterConfig(**base | changes)
+    """For the targets above: 4 layers, of which the drafter reads two."""
+    ours = dict(num_layers=2, head_dim=8, target_layer_ids=(0, 2), num_target_layers=4,
+                layer_types=(SLIDING, FULL), sliding_window=9, rope_theta=1e4)
+    return tiny_config(**ours | changes)
 
 
 def random_drafter():
@@ -336,9 +323,9 @@ def beside_the_client(tmp_path_factory):
     target, directory = target_of("llama"), tmp_path_factory.mktemp("drafter")
     data = greedy_data(target)
     drafter = fitted(target, data)
-    md.save_drafter(directory, drafter.config, drafter.state_dict())
+    checkpoints.save_drafter(directory, drafter.config, drafter.state_dict())
     served = client.DFlashDraftModel.from_pretrained(directory, dtype=torch.float32).eval()
-    c, state = md.load_drafter(directory)
+    c, state = checkpoints.load_drafter(directory)
     ours = Drafter(c, attend_dense)
     ours.load_state_dict({n: t.float() for n, t in state.items()})
     yield SimpleNamespace(generate=client.dflash_generate, served=served, ours=ours, target=target, data=data)

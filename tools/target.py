@@ -1,7 +1,9 @@
 """The trainer's target: config, tokenizer and weights of any causal LM that transformers reads.
 
+    drafter_config  sizes of a drafter for it, its taps and its mask token, from its config alone
     load_model      safetensors files -> one device, no second copy in host memory; or random weights in place
     check_weights   a missing, misshapen or unknown weight of the language model is an error with its name
+    prove           hooks and head against the model's own outputs, labels against its argmax
     fast_path       says whether linear-attention layers run on the kernels made for them
 
 A target is a hub id, a directory, or random:DIR: the config in DIR, weights made on the device from a seed.
@@ -14,6 +16,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import safetensors
 import torch
 from tqdm import tqdm
@@ -21,6 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file
 
 from flex_utils import first_line, need, refusing
+from model_drafter import DrafterConfig, Head
+from tools.conversations import render
+from tools.taps import Taps
 
 # parts of a checkpoint that are not the language model: vision and audio towers, layers for drafting
 OTHER_PART = re.compile(r"(^|\.)(visual|(?:embed_)?(?:vision|audio)\w*|multi_modal_projector|mtp)\.")
@@ -28,6 +34,7 @@ KERNELS = (  # package, module, function, and what its absence costs
     ("flash-linear-attention", "fla", "chunk_gated_delta_rule", "the target runs about 1.6 times slower (760 "
      "against 464 ms per 4,096 tokens at Qwen3.6-27B size on an H200)"),
     ("causal-conv1d", "causal_conv1d", "causal_conv1d_fn", "its convolutions run in plain PyTorch"))
+KNOWN_MASK_IDS = dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), 248070)
 
 
 def path_of(target):
@@ -51,6 +58,76 @@ def load_tokenizer(target):
     except (OSError, ValueError, KeyError) as e:
         print(f"TARGET = {target} has no tokenizer ({first_line(e)}): only rows of input_ids are read")
         return None
+
+
+def taps_of(wanted, n_layers):
+    """TARGET_LAYER_IDS, or the published spread: 5 layers from the second to the fourth-last."""
+    if wanted is None:
+        ids = tuple(round(1 + i * (n_layers - 4) / 4) for i in range(5))
+        text = f"the default taps {list(ids)} don't fit a target of {n_layers} layers: set TARGET_LAYER_IDS"
+    else:  # the last layer's output is read after the final norm when served
+        ids = tuple(wanted)
+        text = f"TARGET_LAYER_IDS = {list(ids)}: must rise within 0..{n_layers - 2}, of {n_layers} layers"
+    need(ids and sorted(set(ids)) == list(ids) and ids[0] >= 0 and ids[-1] <= n_layers - 2, text)
+    return ids
+
+
+def mask_token(wanted, target, config, tokenizer):
+    """MASK_TOKEN_ID, the family's known one, or a special token that neither the template nor a role uses."""
+    text = config.get_text_config()
+    vocab = text.vocab_size
+    eos = text.eos_token_id if isinstance(text.eos_token_id, (list, tuple)) else [text.eos_token_id]
+    roles = {*eos, text.bos_token_id, text.pad_token_id, getattr(tokenizer, "eos_token_id", None)} - {None}
+    if wanted is not None:
+        setting, taken = f"MASK_TOKEN_ID = {wanted}", roles - {text.pad_token_id}
+        need(0 <= wanted < vocab, f"{setting}: outside the vocabulary of {vocab}")
+        need(wanted not in taken, f"{setting}: is the target's bos or eos, of {sorted(roles)}")
+        return wanted
+    if KNOWN_MASK_IDS.get(config.model_type, vocab) < vocab:
+        return KNOWN_MASK_IDS[config.model_type]
+    free = []
+    if tokenizer is not None:
+        template = str(tokenizer.chat_template or "")
+        free = [i for i, t in sorted(tokenizer.added_tokens_decoder.items())
+                if t.special and i not in roles and t.content not in template and i < vocab]
+        free += range(max(len(tokenizer), 1), vocab)  # rows of the embedding that no token has
+    need(free, f"MASK_TOKEN_ID = None: {target} has no unused token; name an id below {vocab}")
+    return free[0]
+
+
+def rope_theta_of(text):
+    """Base frequency alone: partial rotary factors and mrope sections of the target are not the drafter's."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    return float(rope.get("rope_theta") or getattr(text, "rope_theta", None) or 10000.0)
+
+
+def drafter_config(target, config, tokenizer, block_size, n_draft_layers, layer_types, sliding_window,
+                   target_layer_ids, mask_token_id, init_std):
+    """Sizes for this target, before its weights are read: its own, or the published ones for Qwen3.6-27B.
+    What the trainer's settings leave open is None."""
+    text = config.get_text_config()
+    n_layers, heads = text.num_hidden_layers, text.num_attention_heads
+    hybrid = text.model_type.startswith("qwen3_5")
+    sizes = (heads, getattr(text, "num_key_value_heads", None) or heads,
+             getattr(text, "head_dim", None) or text.hidden_size // heads)
+    if hybrid and text.hidden_size == 5120:
+        sizes = 32, 8, 128
+    first = "sliding_attention" if hybrid else "full_attention"
+    types_ = layer_types or [first] * (n_draft_layers - 1) + ["full_attention"]
+    return DrafterConfig(
+        text.hidden_size, text.intermediate_size, n_draft_layers, *sizes, text.vocab_size, block_size,
+        mask_token(mask_token_id, target, config, tokenizer), taps_of(target_layer_ids, n_layers), n_layers,
+        tuple(types_), sliding_window if "sliding_attention" in types_ else None, rope_theta_of(text),
+        getattr(text, "rms_norm_eps", 1e-6), init_std, text.max_position_embeddings, text.bos_token_id,
+        text.eos_token_id, text.pad_token_id,
+        final_logit_softcapping=getattr(text, "final_logit_softcapping", None))
+
+
+def embedding_scale(embedding):
+    """What the embedding module multiplies its table by (Gemma), rounded in its dtype as the client does."""
+    scale = getattr(embedding, "embed_scale", None)
+    return 1.0 if scale is None else float(torch.as_tensor(scale).to(embedding.weight.dtype))
 
 
 def load_model(target, device, dtype, seed, tick=lambda: None):
@@ -110,6 +187,41 @@ def checkpoint_names(target):
             with safetensors.safe_open(path, "pt") as file:
                 return list(file.keys())
     return []
+
+
+def head_of(model):
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return Head(model.get_output_embeddings(), softcap)
+
+
+@torch.no_grad()
+def prove(target, model, config, conversations, tokenizer):
+    """Start-up proof on a few real conversations, with the whole first replica: taps, head, labels."""
+    decoder, device, agree, labels = model.get_decoder(), model.device, 0, 0
+    ids_of_taps = list(config.target_layer_ids)
+    taps, head = Taps(decoder.layers, config.target_layer_ids), head_of(model)
+    for c in (conversations[i] for i in range(min(8, len(conversations)))):
+        ids = torch.from_numpy(c.ids.astype(np.int64))[None].to(device)
+        out = model(ids, output_hidden_states=True, use_cache=False)
+        need(torch.equal(taps.collect(), torch.cat([out.hidden_states[i + 1] for i in ids_of_taps], -1)),
+             f"TARGET = {target}: hooks on layers {ids_of_taps} don't give output_hidden_states[i + 1]")
+        logits = out.logits.float()
+        off = (head(out.hidden_states[-1]).float() - logits).abs().max().item()
+        need(not off > 0.05 * logits.abs().max().item(),
+             f"TARGET = {target}: it scales its logits, the head alone is off by {off:.3g}")
+        supervised = torch.from_numpy(c.turn[1:] > 0).to(device)
+        agree += int(((out.logits[0, :-1].argmax(-1) == ids[0, 1:]) & supervised).sum())
+        labels += int(supervised.sum())
+    taps.remove()
+    share = agree / max(1, labels)
+    print(f"proof: taps {ids_of_taps} equal output_hidden_states; the head reproduces the logits; "
+          f"{share:.3f} of {labels} labels equal the target's argmax")
+    if share < 0.8:
+        print(f"WARNING: only {share:.2f} of the labels are what the target would say (own answers: 0.8 or "
+              f"more): such a drafter is accepted less. tools/regenerate.py makes the target's own answers")
+    if tokenizer is not None:
+        text = render(conversations[0], tokenizer)[:800]
+        print(f"first conversation, supervised tokens between ⟦ ⟧:\n{text}")
 
 
 def fast_path(decoder):
