@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flex_utils import dense_mask, to_device
+from flex_utils import dense_mask
+from tools.devices import to_device
 
 # ---------------------------------------------------------------------------------------- the model
 

@@ -58,6 +58,8 @@ import model_drafter as md
 from flex_utils import UserError, need, refusing
 from tools import target as target_files
 from tools.conversations import Settings, build_conversations, render, resolve_files
+from tools.devices import (
+    Alone, HandOff, Machines, Stopwatch, check_pairs, receive, sum_over_replicas, to_device, transfer)
 from tools.packing import EvalRows, Row, RowStream, inspect_data, plan_batches, run_length, target_shapes
 
 # ------------------------------------------------------------------ constants: they ARE the 8-GPU job
@@ -234,7 +236,7 @@ def replica_of(module, device, bad_pairs=frozenset()):
     """A copy of a frozen module on `device` with hooks of its own; on the same device it shares weights."""
     memo = {}
     for tensor in (*module.parameters(), *module.buffers()):
-        moved = flex_utils.transfer(tensor.data, device, bad_pairs)
+        moved = transfer(tensor.data, device, bad_pairs)
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         memo[id(tensor)] = torch.nn.Parameter(moved, requires_grad=False) if is_parameter else moved
     return copy.deepcopy(module, memo)
@@ -268,7 +270,7 @@ def target_features(decoder, taps, row, shapes, gate, device):
         ids = np.zeros(batch * length, dtype=np.int64)
         ids[in_call] = row.ids[in_row]
         arrays = ids, in_row, in_call
-        ids, in_row, in_call = (flex_utils.to_device(torch.from_numpy(a), device) for a in arrays)
+        ids, in_row, in_call = (to_device(torch.from_numpy(a), device) for a in arrays)
         with gate.work("target", str(device), batch, length):
             decoder(input_ids=ids.view(batch, length), use_cache=False)
             hidden = taps.collect()                                     # (batch, length, L*D)
@@ -431,7 +433,7 @@ def target_worker(run, t):
     """Thread t: rows of the jobs t, t+T, ... through its replica, in order, to each one's drafter."""
     device = torch.device(TARGET_DEVICES[t])
     run.enter_thread(device)
-    decoder, hand_off = run.decoders[t], flex_utils.HandOff(device, run.bad_pairs)
+    decoder, hand_off = run.decoders[t], HandOff(device, run.bad_pairs)
     taps = md.Taps(decoder.layers, run.config.target_layer_ids)
     for kind, index in itertools.islice(run.jobs(), t, None, len(TARGET_DEVICES)):
         run.check()
@@ -837,7 +839,7 @@ class Plan(NamedTuple):
 class Run(flex_utils.Crew):
     """What the threads share: the order of work, the queues, what is logged and kept."""
 
-    def __init__(self, out, machines=flex_utils.Alone()):
+    def __init__(self, out, machines=Alone()):
         super().__init__(len(DRAFTER_DEVICES))
         self.machines, self.step_rows = machines, ROWS_PER_STEP * machines.size
         self.out, self.first, self.evaluated_before = out, 0, None  # of the checkpoint that was resumed
@@ -847,7 +849,7 @@ class Run(flex_utils.Crew):
         self.ending, self.signal, self.fresh_best = False, None, False
         self.log_lock, self.saver, self.bar, self.board = threading.RLock(), Saver(self), None, None
         self.unwritten = {}  # file of OUT -> lines that a full disk refused
-        self.reduce_watch = flex_utils.Stopwatch(torch.device(DRAFTER_DEVICES[0]))
+        self.reduce_watch = Stopwatch(torch.device(DRAFTER_DEVICES[0]))
         self.queues = [[queue.Queue(QUEUE_DEPTH) for _ in DRAFTER_DEVICES] for _ in TARGET_DEVICES]
         self.restart_window(0)
 
@@ -887,7 +889,7 @@ class Run(flex_utils.Crew):
             item = self.wait_for(lambda: self.queues[t][w.index].get(timeout=0.5), queue.Empty)
             self.drafter_wait[w.index] += (time.perf_counter() - began) * (kind == "train")
             assert item[:2] == (kind, index), f"expected {kind} row {index}, got {item.kind} {item.index}"
-            flex_utils.receive((item.hidden, *(t for s in item.slots for t in s)), item.ready, w.device)
+            receive((item.hidden, *(t for s in item.slots for t in s)), item.ready, w.device)
             yield item
 
     def put(self, t, d, item):
@@ -926,7 +928,7 @@ class Run(flex_utils.Crew):
         with self.reduce_watch:
             # on the hosts: no device is waited for, and NCCL starts nothing that a dead machine would hang
             self.end_if_signalled()
-            flex_utils.sum_over_replicas(lists, self.direct, self.machines)
+            sum_over_replicas(lists, self.direct, self.machines)
 
     def end_if_signalled(self):
         signalled = max(self.machines.gather(self.signal or 0))
@@ -1226,7 +1228,7 @@ def truncate_metrics(out, step):
 def check_devices(run, targets, drafters):
     """Every pair of devices that copies will cross, before any weight does."""
     pairs = itertools.product(targets[:1], targets), itertools.product(targets + drafters, drafters)
-    run.bad_pairs = flex_utils.check_pairs(itertools.chain(*pairs))
+    run.bad_pairs = check_pairs(itertools.chain(*pairs))
     for a, b in sorted(run.bad_pairs, key=str):
         print(f"direct copies {a} -> {b} arrive damaged on this machine: they go through host memory")
         os.environ["NCCL_P2P_DISABLE"] = "1"
@@ -1302,7 +1304,7 @@ def train():
     need_devices("TARGET_DEVICES", TARGET_DEVICES)
     need_devices("DRAFTER_DEVICES", DRAFTER_DEVICES)
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
-    machines = flex_utils.Alone() if alone else flex_utils.Machines(STALL_S)
+    machines = Alone() if alone else Machines(STALL_S)
     # OUT is machine 0's alone: it may be shared, or missing elsewhere. What others write there goes with them
     with tempfile.TemporaryDirectory() if machines.rank else only_run_in(Path(OUT)) as out:
         run = Run(Path(out), machines)

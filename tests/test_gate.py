@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import flex_utils
-from flex_utils import Gate, attend_flex, block_mask, check_pairs, transfer, worker_compile_settings
+from flex_utils import Gate, attend_flex, block_mask, worker_compile_settings
+from tools.devices import check_pairs, transfer
 
 PATIENCE = 15  # seconds after which a thread counts as hung
 

@@ -7,7 +7,7 @@
 main()             every part of PARTS in its own try: one that fails prints a line and the rest goes on
   ceiling()        a square matmul on random data, before and after all the rest
   loss_alone()     md.chunked_ce in both forms at two row counts, and unchunked where it fits
-  small_parts()    masks, the gate, flex_utils.HandOff.send to the same device and to a second GPU
+  small_parts()    masks, the gate, HandOff.send to the same device and to a second GPU
   steps()          td.micro_step and td.train_step (average, clip, AdamW, copy) of every variant
   specforge()      OnlineDFlashModel and BF16Optimizer of specforge 0.2.0 on the same tensors, if importable
   two_drafters()   two threads on two GPUs (on a CPU: for the code's sake), and the gradient average alone
@@ -36,6 +36,7 @@ from bench_rig import SHAPES, Meter, Rig, Steps, free, loop_ms, specforge_steps,
 import flex_utils
 import model_drafter as md
 import train_dflash as td
+from tools.devices import HandOff, check_pairs
 
 SHAPE: str = "qwen3.6-27b"         # a key of bench_rig.SHAPES
 PARTS: list[str] = ["ceiling", "loss_alone", "small_parts", "steps", "specforge", "two_drafters", "loop"]
@@ -189,8 +190,8 @@ def small_parts(bench):
     us = (time.perf_counter() - began) * 100
     bench.note(f"first-step lock and gate, one thread: {us:.1f} us a micro-step")
     for other in (device, *(bench.second if bench.meter.cuda else ())):
-        bad, size = flex_utils.check_pairs([(device, other)]), item.hidden.nbytes
-        sender, meter = flex_utils.HandOff(device, bad), Meter([device, other], REPEATS, WARM_UP)
+        bad, size = check_pairs([(device, other)]), item.hidden.nbytes
+        sender, meter = HandOff(device, bad), Meter([device, other], REPEATS, WARM_UP)
         _, host, ms = meter.times(lambda i: sender.send(item.hidden, other, lambda: None))
         rate = "the same storage, no copy" if device == other else f"{size / ms / 1e6:.1f} GB/s"
         way = " through the host" if bad else ""
@@ -236,7 +237,7 @@ def two_drafters(bench):
     devices = [bench.device, *(bench.second if bench.meter.cuda else [bench.device])]
     if len(devices) < 2:
         return bench.note("two drafters: there is no second GPU")
-    direct = bench.meter.cuda and not flex_utils.check_pairs([devices, devices[::-1]])
+    direct = bench.meter.cuda and not check_pairs([devices, devices[::-1]])
     td.ROWS_PER_STEP = 8  # replicas are built for it
     workers = [bench.rig.replica(index=i, device=d) for i, d in enumerate(devices)]
     items = [bench.rig.items(device=d) for d in devices]
