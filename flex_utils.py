@@ -309,6 +309,12 @@ def out_of_memory(error):
             f"DRAFTER_DEVICES). {text}")
 
 
+def start_thread(name, work, *args, daemon=True):
+    thread = threading.Thread(target=work, args=args, name=name, daemon=daemon)
+    thread.start()
+    return thread
+
+
 class Crew:
     """Worker threads that end together: the first failure is the run's, and ends every wait of the others."""
 

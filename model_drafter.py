@@ -1,24 +1,20 @@
-"""The DFlash drafter: model, slots, loss, acceptance, speculative decoding, published file format.
+"""The DFlash drafter: model, slots, loss, acceptance, speculative decoding.
 
     Drafter(config, attend)          target's hidden states + blocks [anchor, mask, ...] -> block hiddens
     slots_of() -> Slots              which slots count, and their labels
     row_loss()                       mask, forward, chunked_ce() and weights of one row
     walk()                           acceptance as a server counts it
     speculative_generate()           decoding with a live target, lossless
-    save_drafter() / load_drafter()  the files that z-lab's client, vLLM and SGLang read
 
 Shapes: S context tokens in a row, N anchors in a row, K slots in a block, D hidden size, L tapped target
 layers, V vocabulary, M slots that count. Batch is 1 everywhere: a row is packed.
 """
 import inspect
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -513,71 +509,3 @@ def speculative_generate(drafter, embed, head, target, layers, input_ids, max_ne
         return torch.tensor(answer), produced
     finally:
         live.taps.remove()
-
-
-# ------------------------------------------------------------------------------ the published files
-
-def config_json(c):
-    """-> the dict that z-lab's client, vLLM, SGLang and speculators read. Never the target's mrope keys or
-    partial_rotary_factor; without is_causal, engines take sliding = causal, full = bidirectional."""
-    sliding = "sliding_attention" in c.layer_types
-    neutral = {"input_embedding_scale": 1.0, "final_logit_softcapping": None}
-    special = {k: getattr(c, k) for k in neutral if getattr(c, k) != neutral[k]}
-    return {
-        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": c.block_size,
-        "dflash_config": {"mask_token_id": c.mask_token_id, "target_layer_ids": list(c.target_layer_ids),
-                          "block_size": c.block_size, **special},
-        "num_target_layers": c.num_target_layers, "layer_types": list(c.layer_types),
-        "sliding_window": c.sliding_window if sliding else None, "use_sliding_window": sliding,
-        "max_window_layers": c.num_layers, "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size, "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads, "head_dim": c.head_dim,
-        "hidden_act": "silu", "rms_norm_eps": c.rms_norm_eps, "attention_bias": False,
-        "attention_dropout": 0.0, "initializer_range": c.initializer_range,
-        "max_position_embeddings": c.max_position_embeddings, "tie_word_embeddings": False,
-        "vocab_size": c.vocab_size, "dtype": "bfloat16", "torch_dtype": "bfloat16",
-        "bos_token_id": c.bos_token_id, "eos_token_id": c.eos_token_id, "pad_token_id": c.pad_token_id,
-        "rope_theta": c.rope_theta, "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
-    }
-
-
-def config_from_json(j):
-    """The inverse, also for published drafters. Raises ValueError naming the key that is missing."""
-    d = {**j, **j.get("dflash_config", {})}
-    try:
-        layers, rope = d["num_hidden_layers"], d.get("rope_parameters") or {}
-        return DrafterConfig(
-            d["hidden_size"], d["intermediate_size"], layers, d["num_attention_heads"],
-            d["num_key_value_heads"], d.get("head_dim") or d["hidden_size"] // d["num_attention_heads"],
-            d["vocab_size"], d["block_size"], d["mask_token_id"], tuple(d["target_layer_ids"]),
-            d["num_target_layers"], tuple(d.get("layer_types") or ["full_attention"] * layers),
-            d.get("sliding_window"), float(d.get("rope_theta") or rope["rope_theta"]), d["rms_norm_eps"],
-            d.get("initializer_range", 0.02), d["max_position_embeddings"], d.get("bos_token_id"),
-            d.get("eos_token_id"), d.get("pad_token_id"), float(d.get("input_embedding_scale", 1.0)),
-            d.get("final_logit_softcapping"))
-    except KeyError as e:
-        raise ValueError(f"config.json of the drafter lacks {e}") from None
-
-
-def save_drafter(directory, config, state):
-    """config.json + model.safetensors (bf16, published tensor names) into an existing directory."""
-    directory = Path(directory)
-    (directory / "config.json").write_text(json.dumps(config_json(config), indent=2) + "\n")
-    tensors = {name: t.to(torch.bfloat16).contiguous() for name, t in state.items()}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def load_drafter(directory):
-    """-> (DrafterConfig, state dict on the CPU) of a checkpoint of ours or a published one."""
-    directory = Path(directory)
-    config = config_from_json(json.loads((directory / "config.json").read_text()))
-    return config, load_file(directory / "model.safetensors")
-
-
-def differences(ours, theirs):
-    """Fields in which two configs can't share weights or meaning: 'name: ours X, theirs Y' lines."""
-    free = {"initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
-            "rms_norm_eps", "input_embedding_scale"}
-    a, b = asdict(ours), asdict(theirs)
-    return [f"{k}: {a[k]} here, {b[k]} there" for k in a if k not in free and a[k] != b[k]]

@@ -22,9 +22,6 @@ Shapes: S = SEQ_LEN, N = NUM_ANCHORS, K = BLOCK_SIZE, D hidden size, L tapped la
 """
 import ast
 import copy
-import errno
-import fcntl
-import hashlib
 import itertools
 import json
 import math
@@ -50,12 +47,12 @@ import numpy as np
 import safetensors
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 import flex_utils
 import model_drafter as md
 from flex_utils import UserError, need, refusing
+from tools import checkpoints
 from tools import target as target_files
 from tools.conversations import Settings, build_conversations, render, resolve_files
 from tools.devices import (
@@ -377,7 +374,8 @@ def preflight(run):
     with torch.device("meta"):
         n = sum(p.numel() for p in md.Drafter(run.config, None).parameters()) / 2**30
     size, free, memory = n * 14, shutil.disk_usage(run.out).free / 2**30, free_memory()  # bf16, fp32, moments
-    wanted = size * max(1, KEEP + 2 - len(step_directories(run.out)))  # a run to resume has some already
+    there = len(checkpoints.step_directories(run.out))  # a run to resume has some already
+    wanted = size * max(1, KEEP + 2 - there)
     print(f"a checkpoint is {size:.2f} GiB, {KEEP} newest and the best are kept (KEEP), "
           f"{free:.1f} GiB free at OUT = {run.out}")
     need(free >= wanted, f"OUT = {run.out}: {free:.1f} GiB free, KEEP = {KEEP}, the best "
@@ -690,86 +688,6 @@ FIXED = ("SEED", "SEQ_LEN", "NUM_ANCHORS", "ROWS_PER_STEP", "LOSS", "CHAT_TEMPLA
 ALIKE = "LR", "WARMUP", "CLIP", "GAMMA", "LOG_EVERY", "EVAL_EVERY", "SAVE_EVERY", "K_BAD"
 
 
-def checksum(path):
-    with open(path, "rb") as f:
-        return [path.stat().st_size, hashlib.file_digest(f, "sha256").hexdigest()]
-
-
-def sync_path(path):
-    """fsync a file or a directory."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def point(link, target):
-    """Relative symlink, replaced in one step."""
-    new = link.with_name(f".{link.name}.new")
-    new.unlink(missing_ok=True)
-    new.symlink_to(target.name)
-    os.replace(new, link)
-
-
-def masters_of(state):
-    """The weights in a trainer's state, by their published names."""
-    return {k.removeprefix("master."): v for k, v in state.items() if k.startswith("master.")}
-
-
-def write_checkpoint(out, step, config, state, info):
-    """OUT/step_N, complete or not there: temporary name, fsync, rename. -> its path."""
-    final, part = out / f"step_{step:08d}", out / f".part_step_{step:08d}"
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    md.save_drafter(part, config, masters_of(state))
-    save_file(state, part / "trainer.safetensors")
-    files = {p.name: checksum(p) for p in sorted(part.iterdir())}
-    (part / "trainer.json").write_text(json.dumps({**info, "files": files}, indent=1))
-    for path in (*part.iterdir(), part):
-        sync_path(path)
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(part, final)
-    sync_path(out)
-    return final
-
-
-def read_checkpoint(path):
-    """-> (info, state) of a complete checkpoint; ValueError saying what is damaged."""
-    try:
-        info = json.loads((path / "trainer.json").read_text())
-        for name, expected in info["files"].items():
-            found = checksum(path / name)
-            if found != expected:
-                raise ValueError(f"{name} has size and checksum {found}, expected {expected}")
-        return info, load_file(path / "trainer.safetensors")
-    except (OSError, KeyError, json.JSONDecodeError, safetensors.SafetensorError) as e:
-        raise ValueError(f"{type(e).__name__}: {e}") from None
-
-
-def step_directories(out):
-    return sorted((p for p in out.glob("step_*") if p.is_dir() and p.name[5:].isdigit()), reverse=True)
-
-
-def find_checkpoint(out):
-    """RESUME -> (path, info, state) or None. A damaged newest one is named, and the one before it is used."""
-    if RESUME not in ("auto", "no"):
-        with refusing(f"RESUME = {RESUME}: not a complete checkpoint of this trainer", ValueError):
-            return Path(RESUME), *read_checkpoint(Path(RESUME))
-    found = step_directories(out)
-    if (out / "latest").exists():  # newer ones were left behind by a run that went back to it
-        found = [p for p in found if p.name <= os.readlink(out / "latest")]
-    need(RESUME == "auto" or not found and not (out / "metrics.jsonl").exists(),
-         f"RESUME = no, but OUT = {out} holds a run already: choose another OUT, or RESUME=auto")
-    for path in found:
-        try:
-            return path, *read_checkpoint(path)
-        except ValueError as e:
-            print(f"checkpoint {path} is damaged ({e}): using the one before it")
-    need(not found, f"OUT = {out}: its {len(found)} checkpoints are all damaged; move them to start anew")
-    return None
-
-
 def check_resume(path, info, run):
     """Refuse what can't continue, naming both values; print what merely changed."""
     theirs, ours, data = info["constants"], run.constants(), run.train_rows.conversations.fingerprint
@@ -779,53 +697,11 @@ def check_resume(path, info, run):
     need(info["horizon"] == run.horizon, f"the schedule's horizon is {run.horizon} steps, but {path} has "
          f"{info['horizon']}: set STEPS={info['horizon']} (STOP_AT ends early without changing it)")
     need(info["data"] == data, f"DATA = {DATA} has fingerprint {data}, but {path} has {info['data']}")
-    changed = md.differences(run.config, md.config_from_json(json.loads((path / "config.json").read_text())))
+    changed = checkpoints.differences(run.config, checkpoints.read_config(path))
     need(not changed, f"{path} is another drafter: {'; '.join(changed)}")
     for name in sorted(set(theirs) & set(ours) - {"RESUME", "CKPT", "PROMPT"}):
         if theirs[name] != ours[name]:
             print(f"resume: {name} was {theirs[name]!r}, now {ours[name]!r}")
-
-
-class Saver:
-    """Writes checkpoints in a thread of its own, one at a time; after a failure the next save tries again."""
-
-    def __init__(self, run):
-        self.run, self.thread, self.failed = run, None, None
-
-    def start(self, step, state, *rest):
-        """state(): the copy to host memory, made when the last one is on the disk."""
-        self.wait()
-        self.thread = start_thread("saver", self.run.guarded, self.write, step, state(), *rest, daemon=False)
-
-    def write(self, step, state, info, best):
-        out = self.run.out
-        try:
-            self.run.need_written()  # a run that resumes here must find every line up to here
-            final = write_checkpoint(out, step, self.run.config, state, info)
-            point(out / "latest", final)
-            if best:
-                point(out / "best", final)
-            self.failed = None
-            self.rotate(step)
-            self.run.say(f"saved {final}" + (" (best)" if best else ""))
-        except (OSError, safetensors.SafetensorError) as e:
-            self.failed = f"checkpoint of step {step} could not be written: {e}"
-            shutil.rmtree(out / f".part_step_{step:08d}", ignore_errors=True)
-            self.run.say(f"WARNING: {self.failed}; training goes on, the next save tries again")
-        self.run.tick()
-
-    def rotate(self, step):
-        """KEEP newest up to `step` and the best stay; newer ones are damaged or of a line that was left."""
-        best = (self.run.out / "best").resolve().name if (self.run.out / "best").is_symlink() else ""
-        found = step_directories(self.run.out)
-        left = [p for p in found if int(p.name[5:]) > step]
-        for old in left + found[len(left) + KEEP:]:
-            if old.name != best:
-                shutil.rmtree(old)
-
-    def wait(self):
-        if self.thread:
-            self.thread.join()
 
 
 # --------------------------------------------------------------------------------------------- the run
@@ -847,8 +723,8 @@ class Run(flex_utils.Crew):
         self.kept = {"best": None, "low_loss": None, "turned": False, "skipped": 0, "bad_run": 0,
                      "evaluated": None, "window": []}
         self.ending, self.signal, self.fresh_best = False, None, False
-        self.log_lock, self.saver, self.bar, self.board = threading.RLock(), Saver(self), None, None
-        self.unwritten = {}  # file of OUT -> lines that a full disk refused
+        self.lines, self.saver = checkpoints.Lines(out), checkpoints.Saver(self, KEEP)
+        self.bar, self.board = None, None
         self.reduce_watch = Stopwatch(torch.device(DRAFTER_DEVICES[0]))
         self.queues = [[queue.Queue(QUEUE_DEPTH) for _ in DRAFTER_DEVICES] for _ in TARGET_DEVICES]
         self.restart_window(0)
@@ -986,7 +862,7 @@ class Run(flex_utils.Crew):
         guilty = [step * self.step_rows + i for i, row in enumerate(rows) if row[BAD]]
         guilty = guilty or list(range(step * self.step_rows, (step + 1) * self.step_rows))
         bad = {"step": step + 1, "rows": guilty, "first_bad_tensor": name}
-        self.append("bad_steps.jsonl", json.dumps(bad))
+        self.lines.append("bad_steps.jsonl", json.dumps(bad))
         where, n = f"rows {guilty}; first bad gradient {name}", self.kept["bad_run"]
         self.say(f"WARNING: step {step + 1} was not finite and was skipped; {where}")
         need(n < K_BAD, f"{n} steps in a row were not finite (K_BAD = {K_BAD}); {where}")
@@ -1048,48 +924,15 @@ class Run(flex_utils.Crew):
 
     def record(self, values):
         """One JSON object a line in metrics.jsonl; tensorboard too, where it is installed."""
-        self.append("metrics.jsonl", json.dumps(values))
+        self.lines.append("metrics.jsonl", json.dumps(values))
         for name, value in values.items() if self.board else ():
             if isinstance(value, (int, float)):
                 self.board.add_scalar(name, value, values["step"])
 
     def say(self, text):
-        with self.log_lock:
+        with self.lines.lock:
             tqdm.write(text) if self.bar else print(text, flush=True)
-            self.append("train.log", text)
-
-    def append(self, name, *texts):
-        """Lines for a file of OUT; what a full disk refuses goes there with later ones. -> error or None"""
-        with self.log_lock:
-            waiting = self.unwritten.setdefault(name, [])
-            first = not waiting
-            waiting += texts
-            try:
-                append_text(self.out / name, "".join(text + "\n" for text in waiting))
-                waiting.clear()
-            except OSError as e:
-                if first:
-                    print(f"WARNING: {self.out / name}: {e}; its lines wait in memory for room", flush=True)
-                return e
-
-    def need_written(self):
-        for error in filter(None, [self.append(name) for name in list(self.unwritten)]):
-            raise error
-
-
-def start_thread(name, work, *args, daemon=True):
-    thread = threading.Thread(target=work, args=args, name=name, daemon=daemon)
-    thread.start()
-    return thread
-
-
-def append_text(path, text):
-    """All of it or nothing: a full disk leaves no half line."""
-    with open(path, "ab", buffering=0) as f:
-        end, data = f.tell(), text.encode()
-        if f.write(data) < len(data):
-            f.truncate(end)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            self.lines.append("train.log", text)
 
 
 def memory_gib():
@@ -1100,26 +943,6 @@ def memory_gib():
 
 
 # ------------------------------------------------------------------------------------------------ main
-
-@contextmanager
-def only_run_in(out):
-    """Two runs never share one OUT."""
-    with refusing(f"OUT = {out}: not a directory that can be written", OSError):
-        out.mkdir(parents=True, exist_ok=True)
-        lock = open(out / ".lock", "a+")
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            owner = lock.read().strip() or "unknown"
-            raise UserError(f"OUT = {out} is in use by another run (process {owner})") from None
-        with refusing(f"OUT = {out}: can't be written", OSError):
-            lock.truncate(0)
-            lock.write(str(os.getpid()))
-            lock.flush()
-        yield out
-
 
 def commit():
     try:
@@ -1151,7 +974,7 @@ def describe_run(run):
              "horizon": run.horizon}
     for name, value in facts.items():
         run.say(f"{name}: {value}")
-    facts.update(data=stats, drafter=md.config_json(run.config), constants=constants())
+    facts.update(data=stats, drafter=checkpoints.config_json(run.config), constants=constants())
     (run.out / "run.json").write_text(json.dumps(facts, indent=1, default=str))
     run.say("constants: " + ", ".join(f"{n}={v!r}" for n, v in constants().items()))
     run.say(f"{stats['rows']} conversations, {stats['tokens']} tokens, "
@@ -1179,7 +1002,7 @@ def load_drafter(name):
     """The drafter checkpoint that the constant `name` says -> (config, weights)."""
     with refusing(f"{name} = {globals()[name]}: not a drafter checkpoint", OSError, ValueError,
                   safetensors.SafetensorError):
-        return md.load_drafter(globals()[name])
+        return checkpoints.load_drafter(globals()[name])
 
 
 def check_machines(run):
@@ -1196,33 +1019,23 @@ def check_machines(run):
 def starting_point(run):
     """-> ((first step, last evaluated one, what is kept), state): a checkpoint's whole state; or the masters
     alone, of INIT_FROM or fresh ones from SEED."""
-    found = find_checkpoint(run.out)
+    found = checkpoints.find_checkpoint(run.out, RESUME)
     if found:
         path, info, state = found
         check_resume(path, info, run)
-        truncate_metrics(run.out, info["step"])
+        checkpoints.truncate_lines(run.out, info["step"])
         print(f"resuming from {path}, step {info['step']}")
         return (info["step"], info["evaluated"], {name: info[name] for name in run.kept}), state
-    truncate_metrics(run.out, -1)  # of a run that was killed before its first save
+    checkpoints.truncate_lines(run.out, -1)  # of a run that was killed before its first save
     if INIT_FROM:
         theirs, weights = load_drafter("INIT_FROM")
-        wrong = md.differences(run.config, theirs)
+        wrong = checkpoints.differences(run.config, theirs)
         need(not wrong, f"INIT_FROM = {INIT_FROM} doesn't fit: {'; '.join(wrong)}")
     else:
         drafter = md.Drafter(run.config, None)
         drafter.init_weights(SEED)
         weights = drafter.state_dict()
     return (0, None, run.kept), {f"master.{name}": weight for name, weight in weights.items()}
-
-
-def truncate_metrics(out, step):
-    """Lines of steps that will be trained again leave the metrics and the list of bad steps."""
-    for path in filter(Path.exists, (out / "metrics.jsonl", out / "bad_steps.jsonl")):
-        lines = [x for x in path.read_text().splitlines() if x.endswith("}")]
-        lines = [x for x in lines if json.loads(x)["step"] <= step]
-        with refusing(f"OUT = {out}: can't be written", OSError):
-            path.with_suffix(".new").write_text("".join(x + "\n" for x in lines))
-            os.replace(path.with_suffix(".new"), path)
 
 
 def check_devices(run, targets, drafters):
@@ -1245,7 +1058,7 @@ def build(run):
     check_machines(run)
     begin, state = run.machines.from_first(lambda: starting_point(run))
     run.first, run.evaluated_before, run.kept = begin
-    weights = masters_of(state)
+    weights = checkpoints.masters_of(state)
     targets, drafters = [torch.device(d) for d in TARGET_DEVICES], [torch.device(d) for d in DRAFTER_DEVICES]
     check_devices(run, targets, drafters)
     model = load_target(targets[0], run.tick)
@@ -1269,9 +1082,9 @@ def build(run):
 
 def run_threads(run):
     """Start all workers, wait for the drafters, end the rest. Leaves no thread behind."""
-    targets = [start_thread(f"target-{t}", run.guarded, target_worker, run, t)
+    targets = [flex_utils.start_thread(f"target-{t}", run.guarded, target_worker, run, t)
                for t in range(len(TARGET_DEVICES))]
-    drafters = [start_thread(f"drafter-{d}", run.guarded, drafter_worker, run, d)
+    drafters = [flex_utils.start_thread(f"drafter-{d}", run.guarded, drafter_worker, run, d)
                 for d in range(len(DRAFTER_DEVICES))]
     for thread in drafters:
         while thread.is_alive():
@@ -1306,9 +1119,9 @@ def train():
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
     machines = Alone() if alone else Machines(STALL_S)
     # OUT is machine 0's alone: it may be shared, or missing elsewhere. What others write there goes with them
-    with tempfile.TemporaryDirectory() if machines.rank else only_run_in(Path(OUT)) as out:
+    with tempfile.TemporaryDirectory() if machines.rank else checkpoints.only_run_in(Path(OUT)) as out:
         run = Run(Path(out), machines)
-        watchdog = start_thread("watchdog", run.watchdog, STALL_S, run.state)
+        watchdog = flex_utils.start_thread("watchdog", run.watchdog, STALL_S, run.state)
         try:
             build(run)
             run.board = tensorboard(run.out)
@@ -1341,7 +1154,7 @@ def finish(run):
         code, text = EXIT_ERROR, f"ERROR in {run.error}"
     elif run.saver.failed:
         code, text = EXIT_ERROR, f"ERROR: the last save failed: {run.saver.failed}"
-    elif error := run.append("metrics.jsonl"):
+    elif error := run.lines.append("metrics.jsonl"):
         code, text = EXIT_ERROR, f"ERROR: the last lines of metrics.jsonl could not be written: {error}"
     elif run.signal:
         code, text = 128 + run.signal, f"ended by signal {run.signal}; `latest` is the last complete step"

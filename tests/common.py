@@ -35,6 +35,7 @@ import transformers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 import train_dflash as trainer  # noqa: E402
+from tools import checkpoints  # noqa: E402
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -367,7 +368,7 @@ def complete(out):
     latest = Path(out) / "latest"
     if latest.is_symlink():
         assert len(load_file(latest / "model.safetensors")) == 2 * 11 + 3
-        assert trainer.read_checkpoint(latest)[0]["step"] == int(latest.resolve().name[5:])
+        assert checkpoints.read_checkpoint(latest)[0]["step"] == int(latest.resolve().name[5:])
 
 
 def no_leftovers(out):

@@ -11,7 +11,6 @@ import torch
 import transformers
 from torch import nn
 
-import model_drafter as md
 from flex_utils import attend_dense, dense_mask
 from model_drafter import (
     Drafter,
@@ -24,6 +23,7 @@ from model_drafter import (
     speculative_generate,
     walk,
 )
+from tools import checkpoints
 
 VOCAB, HIDDEN, K = 61, 32, 4
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -336,9 +336,9 @@ def beside_the_client(tmp_path_factory):
     target, directory = target_of("llama"), tmp_path_factory.mktemp("drafter")
     data = greedy_data(target)
     drafter = fitted(target, data)
-    md.save_drafter(directory, drafter.config, drafter.state_dict())
+    checkpoints.save_drafter(directory, drafter.config, drafter.state_dict())
     served = client.DFlashDraftModel.from_pretrained(directory, dtype=torch.float32).eval()
-    c, state = md.load_drafter(directory)
+    c, state = checkpoints.load_drafter(directory)
     ours = Drafter(c, attend_dense)
     ours.load_state_dict({n: t.float() for n, t in state.items()})
     yield SimpleNamespace(generate=client.dflash_generate, served=served, ours=ours, target=target, data=data)

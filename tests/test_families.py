@@ -10,6 +10,7 @@ from common import EOS, MASK, PAD, VOCAB
 
 import model_drafter as md
 import train_dflash as td
+from tools import checkpoints
 
 SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
              num_key_value_heads=2, head_dim=8, max_position_embeddings=512, eos_token_id=EOS, pad_token_id=PAD)
@@ -52,7 +53,7 @@ def test_a_family_trains_saves_and_decodes(family, capsys):
                        "TARGET_DEVICES=cpu", "SEQ_LEN=64", "NUM_ANCHORS=8") == 0
     # the file is bf16, the log's drafter fp32: a few argmaxes of a barely trained drafter may differ
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["tau"] == pytest.approx(logged, abs=0.05)
-    config, weights = md.load_drafter(out / "latest")
+    config, weights = checkpoints.load_drafter(out / "latest")
     assert len(weights) == 2 * 11 + 3 and not any("embed" in n or "head" in n for n in weights)  # tied or not
     assert config.head_dim == 8 and config.num_target_layers == 4
     assert config.input_embedding_scale == (pytest.approx(32 ** 0.5) if family == "gemma3" else 1.0)

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 import common
 import flex_utils
 import train_dflash as trainer
+from tools import checkpoints
 from common import (EOS, VOCAB, assert_same, complete, data_file, eval_lines, fail_at, log_lines, metrics,
                     metrics_text, no_leftovers, plus_one_target, random_target, scratch, start, straight,
                     threads, train, until, untimed)
@@ -46,7 +47,7 @@ STAGES = [("reader", "target", "RowStream.row"), ("target", "target", "target_fe
           ("average", "drafter", "Run.average"),
           ("update", "drafter", "Replica.update"), ("evaluate", "drafter", "evaluate_row"),
           ("evaluation's end", "drafter", "Run.merge_evaluation"), ("log", "drafter", "Run.log_if_due"),
-          ("state", "drafter", "Replica.state"), ("saver", "saver", "write_checkpoint")]
+          ("state", "drafter", "Replica.state"), ("saver", "saver", "checkpoints.write_checkpoint")]
 
 
 @pytest.mark.parametrize("call", [1, 3])
@@ -69,7 +70,8 @@ LOWER = "SEQ_LEN", "NUM_ANCHORS", "LOSS_CHUNK", "QUEUE_DEPTH", "TARGET_DEVICES",
 
 @pytest.mark.parametrize("path, role, error", [
     ("micro_step", "thread drafter-0", FULL_DEVICE), ("target_features", "thread target-0", FULL_DEVICE),
-    ("Run.average", "thread drafter-0", FULL_HOST), ("write_checkpoint", "thread saver", MemoryError()),
+    ("Run.average", "thread drafter-0", FULL_HOST),
+    ("checkpoints.write_checkpoint", "thread saver", MemoryError()),
     ("load_target", "error", FULL_DEVICE), ("target_files.check_weights", "error", FULL_DEVICE),
     ("Replica.load_state", "error", FULL_HOST)])
 def test_out_of_memory_is_one_line(tmp_path, monkeypatch, capfd, undisturbed, path, role, error):
@@ -254,8 +256,9 @@ def before_data(monkeypatch):
     """What is refused below is refused before a line is tokenised or a weight is read."""
     def too_late(*args):
         raise AssertionError("the slow part has begun")
-    for name in ("build_conversations", "find_checkpoint", "load_target"):
+    for name in ("build_conversations", "load_target"):
         monkeypatch.setattr(trainer, name, too_late)
+    monkeypatch.setattr(checkpoints, "find_checkpoint", too_late)
     monkeypatch.setattr(trainer, "device_names", lambda: ["cpu", "cuda:0"])
 
 
@@ -475,8 +478,8 @@ def _count_operations(path):
         if event.split(".")[0] in ("open", "os", "shutil") and threading.current_thread().name == "saver":
             count[0] += 1
     sys.addaudithook(audit)
-    wait = trainer.Saver.wait
-    trainer.Saver.wait = lambda saver: (wait(saver), Path(path).write_text(str(count[0])))
+    wait = checkpoints.Saver.wait
+    checkpoints.Saver.wait = lambda saver: (wait(saver), Path(path).write_text(str(count[0])))
 
 
 def test_kill_9_before_any_file_operation_of_a_save(tmp_path, undisturbed):
@@ -552,14 +555,14 @@ FULL = [OSError(errno.ENOSPC, "No space left on device"),
 
 def disk_full(monkeypatch, saves, error):
     """Saves with these numbers (from 1) find no room; on a full tmpfs the error is safetensors' own."""
-    inner, count = trainer.save_file, [0]
+    inner, count = checkpoints.save_file, [0]
 
-    def save_file(*args, **kwargs):
-        count[0] += 1
-        if count[0] in saves:
+    def save_file(tensors, path, **kwargs):
+        count[0] += path.name == "trainer.safetensors"
+        if path.name == "trainer.safetensors" and count[0] in saves:
             raise error
-        return inner(*args, **kwargs)
-    monkeypatch.setattr(trainer, "save_file", save_file)
+        return inner(tensors, path, **kwargs)
+    monkeypatch.setattr(checkpoints, "save_file", save_file)
 
 
 @pytest.mark.parametrize("error", FULL, ids=["os", "safetensors"])
@@ -599,14 +602,14 @@ def test_a_write_that_the_system_refuses(tmp_path, capfd):
 
 def no_room_for_lines(monkeypatch, name, full):
     """Appending to `name` fails where full(number of this try, text)."""
-    inner, count = trainer.append_text, [0]
+    inner, count = checkpoints.append_text, [0]
 
     def append_text(path, text):
         count[0] += path.name == name
         if path.name == name and full(count[0], text):
             raise FULL[0]
         inner(path, text)
-    monkeypatch.setattr(trainer, "append_text", append_text)
+    monkeypatch.setattr(checkpoints, "append_text", append_text)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "train.log"])
@@ -635,12 +638,12 @@ def test_metrics_that_can_not_be_written_to_the_end_are_an_error(tmp_path, monke
 
 def test_a_full_disk_leaves_no_half_line(tmp_path):
     path = tmp_path / "lines"
-    trainer.append_text(path, "one\n")
+    checkpoints.append_text(path, "one\n")
     handler, limit = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (6, limit[1]))
     try:
         with pytest.raises(OSError, match="No space left"):
-            trainer.append_text(path, "two and more\n")
+            checkpoints.append_text(path, "two and more\n")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, handler)
@@ -649,7 +652,8 @@ def test_a_full_disk_leaves_no_half_line(tmp_path):
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch, undisturbed):
     """The save of step 4 waits until step 7 is trained: were training to wait for it, neither would move."""
-    write, update, reached, in_time = trainer.write_checkpoint, trainer.Replica.update, threading.Event(), []
+    write, update = checkpoints.write_checkpoint, trainer.Replica.update
+    reached, in_time = threading.Event(), []
 
     def slow_write(out, step, *args):
         if step == 4:
@@ -661,7 +665,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch, u
         if count[0] == 7:
             reached.set()
         update(w, lr, slot)
-    monkeypatch.setattr(trainer, "write_checkpoint", slow_write)
+    monkeypatch.setattr(checkpoints, "write_checkpoint", slow_write)
     monkeypatch.setattr(trainer.Replica, "update", counted)
     straight(tmp_path / "o", **dict(SHAPE, SAVE_EVERY=4, EVAL_EVERY=0))
     assert in_time == [True]
@@ -706,6 +710,6 @@ def test_every_checkpoint_is_servable_and_holds_nothing_else(undisturbed):
     found = sorted(undisturbed.glob("step_*"))
     assert len(found) >= 3
     for path in found:
-        info, state = trainer.read_checkpoint(path)
+        info, state = checkpoints.read_checkpoint(path)
         assert info["step"] == int(path.name[5:]) and common.config_of(path)["model_type"] == "qwen3"
         assert all(t.dtype == torch.float32 for t in state.values())

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import model_drafter as md
 from flex_utils import attend_dense, dense_mask
 from model_drafter import Drafter, DrafterConfig, Head, LossSpec, chunked_ce, row_loss, slots_of, walk
+from tools import checkpoints
 
 CPU = torch.device("cpu")
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -101,7 +102,7 @@ def test_packed_blocks_equal_one_client_call_each(tmp_path, kinds, window):
     block's own context."""
     c = config(layer_types=kinds, sliding_window=window if SLIDING in kinds else None)
     drafter = drafter_of(c)
-    md.save_drafter(tmp_path, c, drafter.state_dict())
+    checkpoints.save_drafter(tmp_path, c, drafter.state_dict())
     client, embed = client_model(tmp_path), nn.Embedding(61, 32)
     ids, pos, start = row_of((13, 21, 9))
     hidden = torch.randn(1, 43, 64, generator=torch.Generator().manual_seed(2))
@@ -709,7 +710,7 @@ FORBIDDEN = {"partial_rotary_factor", "mrope_section", "mrope_interleaved", "cau
 
 def saved(directory, **changes):
     c = config(**changes)
-    md.save_drafter(directory, c, drafter_of(c).state_dict())
+    checkpoints.save_drafter(directory, c, drafter_of(c).state_dict())
     return c, json.loads((directory / "config.json").read_text())
 
 
@@ -778,7 +779,7 @@ def test_scaled_targets_name_scale_and_cap(tmp_path):
         j["dflash_config"]["input_embedding_scale"] == 5.5
         and j["dflash_config"]["final_logit_softcapping"] == 30.0
     )
-    assert md.load_drafter(tmp_path)[0] == c
+    assert checkpoints.load_drafter(tmp_path)[0] == c
 
 
 def test_qwen3_config_of_transformers_reads_the_same(tmp_path):
@@ -796,16 +797,16 @@ def test_qwen3_config_of_transformers_reads_the_same(tmp_path):
 )
 def test_round_trip(tmp_path, changes):
     c, _ = saved(tmp_path, **changes)
-    again, state = md.load_drafter(tmp_path)
+    again, state = checkpoints.load_drafter(tmp_path)
     want = drafter_of(c).state_dict()
-    assert again == c and md.differences(c, again) == [] and set(state) == set(want)
+    assert again == c and checkpoints.differences(c, again) == [] and set(state) == set(want)
     assert all(torch.equal(state[n].float(), want[n]) for n in want)
 
 
 def test_differences_name_both_values():
-    lines = md.differences(config(), config(block_size=8, target_layer_ids=(1, 4)))
+    lines = checkpoints.differences(config(), config(block_size=8, target_layer_ids=(1, 4)))
     assert len(lines) == 2 and any("4" in line and "8" in line for line in lines)
-    assert md.differences(config(), config(initializer_range=0.5, eos_token_id=9)) == []
+    assert checkpoints.differences(config(), config(initializer_range=0.5, eos_token_id=9)) == []
 
 
 PUBLISHED = {  # as z-lab's first releases: no layer_types, no rope_parameters, block_size at the top only
@@ -831,7 +832,7 @@ PUBLISHED = {  # as z-lab's first releases: no layer_types, no rope_parameters, 
 
 
 def test_published_config_without_layer_types_or_rope_parameters():
-    c = md.config_from_json(PUBLISHED)
+    c = checkpoints.config_from_json(PUBLISHED)
     assert (
         c.layer_types == (FULL,) * 5
         and c.rope_theta == 1e6
@@ -840,10 +841,10 @@ def test_published_config_without_layer_types_or_rope_parameters():
     )
     assert c.target_layer_ids == (1, 9, 17, 25, 33) and c.sliding_window is None and c.head_dim == 128
     new = {k: v for k, v in PUBLISHED.items() if k != "rope_theta"} | {"rope_parameters": {"rope_theta": 5e6}}
-    assert md.config_from_json(new).rope_theta == 5e6
+    assert checkpoints.config_from_json(new).rope_theta == 5e6
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "block_size", "num_target_layers"])
 def test_a_missing_key_is_named(key):
     with pytest.raises(ValueError, match=key):
-        md.config_from_json({k: v for k, v in PUBLISHED.items() if k != key})
+        checkpoints.config_from_json({k: v for k, v in PUBLISHED.items() if k != key})

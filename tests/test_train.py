@@ -17,7 +17,7 @@ from common import (EOS, FIELDS, FIRST_WORD, MASK, assert_same, data_file, dawdl
                     log_lines, losses, metrics, plus_one_target, poison, published, random_target, scratch,
                     start, straight, threads, train, untimed, weights)
 from flex_utils import attend_dense
-from tools import packing
+from tools import checkpoints, packing
 
 EVALUATED = dict(ROWS_PER_STEP=3, STEPS=6, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=9)
 
@@ -92,8 +92,9 @@ def test_replicas_hold_the_same_bits_after_every_step(tmp_path, monkeypatch):
 @pytest.mark.parametrize("seed", [1, 2])
 def test_random_delays_in_every_thread_change_nothing(tmp_path, monkeypatch, seed):
     base = straight(tmp_path / "base", **EVALUATED, **threads(3, 2), QUEUE_DEPTH=1)
-    for name in ("micro_step", "target_features", "evaluate_row", "write_checkpoint", "make_slots"):
+    for name in ("micro_step", "target_features", "evaluate_row", "make_slots"):
         dawdle(monkeypatch, name, seed)
+    dawdle(monkeypatch, "write_checkpoint", seed, checkpoints)
     dawdle(monkeypatch, "average", seed, trainer.Run)
     dawdle(monkeypatch, "put", seed, trainer.Run, before=False)
     dawdle(monkeypatch, "update", seed, trainer.Replica)
@@ -234,7 +235,7 @@ def test_the_next_token_toy_is_learnt(learnt):
 def test_the_live_target_accepts_what_was_learnt(learnt):
     """Slot k proposes token a+k: had it learnt another label, the target would take one token a pass."""
     model = AutoModelForCausalLM.from_pretrained(plus_one_target(), dtype=torch.float32).eval()
-    config, state = md.load_drafter(learnt / "latest")
+    config, state = checkpoints.load_drafter(learnt / "latest")
     drafter = md.Drafter(config, attend_dense)
     drafter.load_state_dict(state)
     prompt = torch.arange(FIRST_WORD, FIRST_WORD + 8)[None]

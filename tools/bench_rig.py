@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import model_drafter as md  # noqa: E402
 import train_dflash as td  # noqa: E402
+from tools import checkpoints  # noqa: E402
 
 CONVERSATIONS = (0.3, 0.22, 0.18, 0.14, 0.1, 0.06)  # shares of a packed row
 PROMPT = 0.1                                        # share of a conversation that is not supervised
@@ -270,7 +271,7 @@ def specforge_steps(rig, items):
     fp32 masters, clip 0.5. On a CPU sdpa, since flex_attention has no backward there."""
     from transformers import Qwen3Config
     (online, draft, adam), c, device = import_specforge(), rig.config(), rig.device
-    config, backend = Qwen3Config(**md.config_json(c)), "flex_attention" if device.type == "cuda" else "sdpa"
+    config, backend = Qwen3Config(**checkpoints.config_json(c)), "flex_attention" if device.type == "cuda" else "sdpa"
     config._attn_implementation = backend
     with device:
         model = online(draft(config), rig.head.linear, rig.embed, c.mask_token_id, c.block_size, backend,

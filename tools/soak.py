@@ -36,6 +36,7 @@ import torch  # noqa: E402
 
 import common  # noqa: E402
 import train_dflash as trainer  # noqa: E402
+from tools import checkpoints  # noqa: E402
 
 PARTS: list[str] = ["kills", "faults", "memory"]
 KILLS: int = 200           # kill -9
@@ -72,7 +73,7 @@ def slow_target(seed):
 
 def slow_disk(seed):
     for name in ("save_file", "checksum", "sync_path"):
-        common.dawdle(PATCH, name, seed)
+        common.dawdle(PATCH, name, seed, checkpoints)
 
 
 def raise_in(where, name):
@@ -85,7 +86,7 @@ WRAPPED = {
     "raise in target": raise_in(trainer, "target_features"),
     "raise in drafter": raise_in(trainer, "micro_step"),
     "raise in average": raise_in(trainer.Run, "average"),
-    "raise in saver": raise_in(trainer, "write_checkpoint")}
+    "raise in saver": raise_in(checkpoints, "write_checkpoint")}
 
 
 def open_files():

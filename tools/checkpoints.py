@@ -1,0 +1,288 @@
+"""What is written to disk and read back: the drafter's published files, checkpoints, lines of a log.
+
+    save_drafter / load_drafter         the files that z-lab's client, vLLM and SGLang read
+    write_checkpoint / read_checkpoint  these and the trainer's own state: complete or not there, checksums
+    find_checkpoint                     where RESUME goes on
+    Saver                               writes them in a thread of its own, keeps the newest and the best
+    Lines / truncate_lines              metrics and logs, over a full disk and a resume
+    only_run_in                         a folder that one run has to itself
+"""
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import threading
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+
+from flex_utils import UserError, need, refusing, start_thread
+from model_drafter import DrafterConfig
+
+# ------------------------------------------------------------------------------ the published files
+
+def config_json(c):
+    """-> the dict that z-lab's client, vLLM, SGLang and speculators read. Never the target's mrope keys or
+    partial_rotary_factor; without is_causal, engines take sliding = causal, full = bidirectional."""
+    sliding = "sliding_attention" in c.layer_types
+    neutral = {"input_embedding_scale": 1.0, "final_logit_softcapping": None}
+    special = {k: getattr(c, k) for k in neutral if getattr(c, k) != neutral[k]}
+    return {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": c.block_size,
+        "dflash_config": {"mask_token_id": c.mask_token_id, "target_layer_ids": list(c.target_layer_ids),
+                          "block_size": c.block_size, **special},
+        "num_target_layers": c.num_target_layers, "layer_types": list(c.layer_types),
+        "sliding_window": c.sliding_window if sliding else None, "use_sliding_window": sliding,
+        "max_window_layers": c.num_layers, "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size, "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads, "head_dim": c.head_dim,
+        "hidden_act": "silu", "rms_norm_eps": c.rms_norm_eps, "attention_bias": False,
+        "attention_dropout": 0.0, "initializer_range": c.initializer_range,
+        "max_position_embeddings": c.max_position_embeddings, "tie_word_embeddings": False,
+        "vocab_size": c.vocab_size, "dtype": "bfloat16", "torch_dtype": "bfloat16",
+        "bos_token_id": c.bos_token_id, "eos_token_id": c.eos_token_id, "pad_token_id": c.pad_token_id,
+        "rope_theta": c.rope_theta, "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
+    }
+
+
+def config_from_json(j):
+    """The inverse, also for published drafters. Raises ValueError naming the key that is missing."""
+    d = {**j, **j.get("dflash_config", {})}
+    try:
+        layers, rope = d["num_hidden_layers"], d.get("rope_parameters") or {}
+        return DrafterConfig(
+            d["hidden_size"], d["intermediate_size"], layers, d["num_attention_heads"],
+            d["num_key_value_heads"], d.get("head_dim") or d["hidden_size"] // d["num_attention_heads"],
+            d["vocab_size"], d["block_size"], d["mask_token_id"], tuple(d["target_layer_ids"]),
+            d["num_target_layers"], tuple(d.get("layer_types") or ["full_attention"] * layers),
+            d.get("sliding_window"), float(d.get("rope_theta") or rope["rope_theta"]), d["rms_norm_eps"],
+            d.get("initializer_range", 0.02), d["max_position_embeddings"], d.get("bos_token_id"),
+            d.get("eos_token_id"), d.get("pad_token_id"), float(d.get("input_embedding_scale", 1.0)),
+            d.get("final_logit_softcapping"))
+    except KeyError as e:
+        raise ValueError(f"config.json of the drafter lacks {e}") from None
+
+
+def read_config(directory):
+    """-> DrafterConfig of a checkpoint."""
+    return config_from_json(json.loads(Path(directory, "config.json").read_text()))
+
+
+def save_drafter(directory, config, state):
+    """config.json + model.safetensors (bf16, published tensor names) into an existing directory."""
+    directory = Path(directory)
+    (directory / "config.json").write_text(json.dumps(config_json(config), indent=2) + "\n")
+    tensors = {name: t.to(torch.bfloat16).contiguous() for name, t in state.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_drafter(directory):
+    """-> (DrafterConfig, state dict on the CPU) of a checkpoint of ours or a published one."""
+    return read_config(directory), load_file(Path(directory, "model.safetensors"))
+
+
+def differences(ours, theirs):
+    """Fields in which two configs can't share weights or meaning: 'name: ours X, theirs Y' lines."""
+    free = {"initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
+            "rms_norm_eps", "input_embedding_scale"}
+    a, b = asdict(ours), asdict(theirs)
+    return [f"{k}: {a[k]} here, {b[k]} there" for k in a if k not in free and a[k] != b[k]]
+
+
+# ---------------------------------------------------------------------------------------- checkpoints
+
+def checksum(path):
+    with open(path, "rb") as f:
+        return [path.stat().st_size, hashlib.file_digest(f, "sha256").hexdigest()]
+
+
+def sync_path(path):
+    """fsync a file or a directory."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def point(link, target):
+    """Relative symlink, replaced in one step."""
+    new = link.with_name(f".{link.name}.new")
+    new.unlink(missing_ok=True)
+    new.symlink_to(target.name)
+    os.replace(new, link)
+
+
+def masters_of(state):
+    """The weights in a trainer's state, by their published names."""
+    return {k.removeprefix("master."): v for k, v in state.items() if k.startswith("master.")}
+
+
+def write_checkpoint(out, step, config, state, info):
+    """OUT/step_N, complete or not there: temporary name, fsync, rename. -> its path."""
+    final, part = out / f"step_{step:08d}", out / f".part_step_{step:08d}"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    save_drafter(part, config, masters_of(state))
+    save_file(state, part / "trainer.safetensors")
+    files = {p.name: checksum(p) for p in sorted(part.iterdir())}
+    (part / "trainer.json").write_text(json.dumps({**info, "files": files}, indent=1))
+    for path in (*part.iterdir(), part):
+        sync_path(path)
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(part, final)
+    sync_path(out)
+    return final
+
+
+def read_checkpoint(path):
+    """-> (info, state) of a complete checkpoint; ValueError saying what is damaged."""
+    try:
+        info = json.loads((path / "trainer.json").read_text())
+        for name, expected in info["files"].items():
+            found = checksum(path / name)
+            if found != expected:
+                raise ValueError(f"{name} has size and checksum {found}, expected {expected}")
+        return info, load_file(path / "trainer.safetensors")
+    except (OSError, KeyError, json.JSONDecodeError, safetensors.SafetensorError) as e:
+        raise ValueError(f"{type(e).__name__}: {e}") from None
+
+
+def step_directories(out):
+    return sorted((p for p in out.glob("step_*") if p.is_dir() and p.name[5:].isdigit()), reverse=True)
+
+
+def find_checkpoint(out, resume):
+    """RESUME -> (path, info, state) or None. A damaged newest one is named, and the one before it is used."""
+    if resume not in ("auto", "no"):
+        with refusing(f"RESUME = {resume}: not a complete checkpoint of this trainer", ValueError):
+            return Path(resume), *read_checkpoint(Path(resume))
+    found = step_directories(out)
+    if (out / "latest").exists():  # newer ones were left behind by a run that went back to it
+        found = [p for p in found if p.name <= os.readlink(out / "latest")]
+    need(resume == "auto" or not found and not (out / "metrics.jsonl").exists(),
+         f"RESUME = no, but OUT = {out} holds a run already: choose another OUT, or RESUME=auto")
+    for path in found:
+        try:
+            return path, *read_checkpoint(path)
+        except ValueError as e:
+            print(f"checkpoint {path} is damaged ({e}): using the one before it")
+    need(not found, f"OUT = {out}: its {len(found)} checkpoints are all damaged; move them to start anew")
+    return None
+
+
+class Saver:
+    """Writes checkpoints in a thread of its own, one at a time; after a failure the next save tries again.
+    The `keep` newest stay, and the best."""
+
+    def __init__(self, run, keep):
+        self.run, self.keep, self.thread, self.failed = run, keep, None, None
+
+    def start(self, step, state, *rest):
+        """state(): the copy to host memory, made when the last one is on the disk."""
+        self.wait()
+        self.thread = start_thread("saver", self.run.guarded, self.write, step, state(), *rest, daemon=False)
+
+    def write(self, step, state, info, best):
+        out = self.run.out
+        try:
+            self.run.lines.need_written()  # a run that resumes here must find every line up to here
+            final = write_checkpoint(out, step, self.run.config, state, info)
+            point(out / "latest", final)
+            if best:
+                point(out / "best", final)
+            self.failed = None
+            self.rotate(step)
+            self.run.say(f"saved {final}" + (" (best)" if best else ""))
+        except (OSError, safetensors.SafetensorError) as e:
+            self.failed = f"checkpoint of step {step} could not be written: {e}"
+            shutil.rmtree(out / f".part_step_{step:08d}", ignore_errors=True)
+            self.run.say(f"WARNING: {self.failed}; training goes on, the next save tries again")
+        self.run.tick()
+
+    def rotate(self, step):
+        """The newest up to `step` and the best stay; newer ones are damaged or of a line that was left."""
+        best = (self.run.out / "best").resolve().name if (self.run.out / "best").is_symlink() else ""
+        found = step_directories(self.run.out)
+        left = [p for p in found if int(p.name[5:]) > step]
+        for old in left + found[len(left) + self.keep:]:
+            if old.name != best:
+                shutil.rmtree(old)
+
+    def wait(self):
+        if self.thread:
+            self.thread.join()
+
+
+# ------------------------------------------------------------------------------- the run's folder
+
+class Lines:
+    """Lines appended to files of a folder; what a full disk refuses goes there with later ones."""
+
+    def __init__(self, out):
+        self.out, self.lock = out, threading.RLock()
+        self.waiting = {}  # file -> lines that a full disk refused
+
+    def append(self, name, *texts):
+        """-> the error that keeps them, and those before them, in memory; or None."""
+        with self.lock:
+            waiting = self.waiting.setdefault(name, [])
+            first = not waiting
+            waiting += texts
+            try:
+                append_text(self.out / name, "".join(text + "\n" for text in waiting))
+                waiting.clear()
+            except OSError as e:
+                if first:
+                    print(f"WARNING: {self.out / name}: {e}; its lines wait in memory for room", flush=True)
+                return e
+
+    def need_written(self):
+        for error in filter(None, [self.append(name) for name in list(self.waiting)]):
+            raise error
+
+
+def append_text(path, text):
+    """All of it or nothing: a full disk leaves no half line."""
+    with open(path, "ab", buffering=0) as f:
+        end, data = f.tell(), text.encode()
+        if f.write(data) < len(data):
+            f.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def truncate_lines(out, step):
+    """Lines of steps that will be trained again leave the metrics and the list of bad steps."""
+    for path in filter(Path.exists, (out / "metrics.jsonl", out / "bad_steps.jsonl")):
+        lines = [x for x in path.read_text().splitlines() if x.endswith("}")]
+        lines = [x for x in lines if json.loads(x)["step"] <= step]
+        with refusing(f"OUT = {out}: can't be written", OSError):
+            path.with_suffix(".new").write_text("".join(x + "\n" for x in lines))
+            os.replace(path.with_suffix(".new"), path)
+
+
+@contextmanager
+def only_run_in(out):
+    """Two runs never share one OUT."""
+    with refusing(f"OUT = {out}: not a directory that can be written", OSError):
+        out.mkdir(parents=True, exist_ok=True)
+        lock = open(out / ".lock", "a+")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            owner = lock.read().strip() or "unknown"
+            raise UserError(f"OUT = {out} is in use by another run (process {owner})") from None
+        with refusing(f"OUT = {out}: can't be written", OSError):
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
+        yield out
