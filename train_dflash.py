@@ -277,75 +277,6 @@ def target_features(decoder, taps, row, shapes, gate, device):
     return out[None]
 
 
-def default_taps(n_layers):
-    """TARGET_LAYER_IDS, or the published spread: 5 layers from the second to the fourth-last."""
-    if TARGET_LAYER_IDS is None:
-        ids = tuple(round(1 + i * (n_layers - 4) / 4) for i in range(5))
-        text = f"the default taps {list(ids)} don't fit a target of {n_layers} layers: set TARGET_LAYER_IDS"
-    else:  # the last layer's output is read after the final norm when served
-        ids = tuple(TARGET_LAYER_IDS)
-        text = f"TARGET_LAYER_IDS = {list(ids)}: must rise within 0..{n_layers - 2}, of {n_layers} layers"
-    need(ids and sorted(set(ids)) == list(ids) and ids[0] >= 0 and ids[-1] <= n_layers - 2, text)
-    return ids
-
-
-KNOWN_MASK_IDS = dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), 248070)
-
-
-def mask_token(config, text, tokenizer, vocab):
-    """MASK_TOKEN_ID, the family's known one, or a special token that neither the template nor a role uses."""
-    eos = text.eos_token_id if isinstance(text.eos_token_id, (list, tuple)) else [text.eos_token_id]
-    roles = {*eos, text.bos_token_id, text.pad_token_id, getattr(tokenizer, "eos_token_id", None)} - {None}
-    if MASK_TOKEN_ID is not None:
-        setting, taken = f"MASK_TOKEN_ID = {MASK_TOKEN_ID}", roles - {text.pad_token_id}
-        need(0 <= MASK_TOKEN_ID < vocab, f"{setting}: outside the vocabulary of {vocab}")
-        need(MASK_TOKEN_ID not in taken, f"{setting}: is the target's bos or eos, of {sorted(roles)}")
-        return MASK_TOKEN_ID
-    if KNOWN_MASK_IDS.get(config.model_type, vocab) < vocab:
-        return KNOWN_MASK_IDS[config.model_type]
-    free = []
-    if tokenizer is not None:
-        template = str(tokenizer.chat_template or "")
-        free = [i for i, t in sorted(tokenizer.added_tokens_decoder.items())
-                if t.special and i not in roles and t.content not in template and i < vocab]
-        free += range(max(len(tokenizer), 1), vocab)  # rows of the embedding that no token has
-    need(free, f"MASK_TOKEN_ID = None: {TARGET} has no unused token; name an id below {vocab}")
-    return free[0]
-
-
-def rope_theta_of(text):
-    """Base frequency alone: partial rotary factors and mrope sections of the target are not the drafter's."""
-    rope = getattr(text, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)
-    return float(rope.get("rope_theta") or getattr(text, "rope_theta", None) or 10000.0)
-
-
-def drafter_config(config, tokenizer):
-    """Sizes for this target, before its weights are read: its own, or the published ones for Qwen3.6-27B."""
-    text = config.get_text_config()
-    vocab, n_layers, heads = text.vocab_size, text.num_hidden_layers, text.num_attention_heads
-    hybrid = text.model_type.startswith("qwen3_5")
-    sizes = (heads, getattr(text, "num_key_value_heads", None) or heads,
-             getattr(text, "head_dim", None) or text.hidden_size // heads)
-    if hybrid and text.hidden_size == 5120:
-        sizes = 32, 8, 128
-    first = "sliding_attention" if hybrid else "full_attention"
-    types_ = LAYER_TYPES or [first] * (DRAFT_LAYERS - 1) + ["full_attention"]
-    return md.DrafterConfig(
-        text.hidden_size, text.intermediate_size, DRAFT_LAYERS, *sizes, vocab, BLOCK_SIZE,
-        mask_token(config, text, tokenizer, vocab), default_taps(n_layers), n_layers, tuple(types_),
-        SLIDING_WINDOW if "sliding_attention" in types_ else None, rope_theta_of(text),
-        getattr(text, "rms_norm_eps", 1e-6), INIT_STD, text.max_position_embeddings, text.bos_token_id,
-        text.eos_token_id, text.pad_token_id,
-        final_logit_softcapping=getattr(text, "final_logit_softcapping", None))
-
-
-def embedding_scale(embedding):
-    """What the embedding module multiplies its table by (Gemma), rounded in its dtype as the client does."""
-    scale = getattr(embedding, "embed_scale", None)
-    return 1.0 if scale is None else float(torch.as_tensor(scale).to(embedding.weight.dtype))
-
-
 def free_memory():
     """Host memory in GiB. MemAvailable counts the page cache in, SC_AVPHYS_PAGES doesn't."""
     try:
@@ -1051,7 +982,9 @@ def check_devices(run, targets, drafters):
 def build(run):
     """Everything before the threads, in the main thread: data, target and its replicas, drafters."""
     config, tokenizer = load_config(), load_tokenizer()
-    run.config = drafter_config(config, tokenizer)
+    run.config = target_files.drafter_config(
+        TARGET, config, tokenizer, BLOCK_SIZE, DRAFT_LAYERS, LAYER_TYPES, SLIDING_WINDOW, TARGET_LAYER_IDS,
+        MASK_TOKEN_ID, INIT_STD)
     preflight(run)
     read_data(run, tokenizer, config.get_text_config().vocab_size)
     run.tick()
@@ -1064,7 +997,7 @@ def build(run):
     model = load_target(targets[0], run.tick)
     run.tick()
     embed, head, decoder = model.get_input_embeddings(), head_of(model), model.get_decoder()
-    run.config = replace(run.config, input_embedding_scale=embedding_scale(embed))
+    run.config = replace(run.config, input_embedding_scale=target_files.embedding_scale(embed))
     target_files.fast_path(decoder)
     with refusing(f"TARGET = {TARGET}: can't run", ImportError):  # FP8 layers look for their kernels now
         prove_target(model, run.config, run.train_rows.conversations, tokenizer)

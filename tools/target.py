@@ -1,5 +1,6 @@
 """The trainer's target: config, tokenizer and weights of any causal LM that transformers reads.
 
+    drafter_config  sizes of a drafter for it, its taps and its mask token, from its config alone
     load_model      safetensors files -> one device, no second copy in host memory; or random weights in place
     check_weights   a missing, misshapen or unknown weight of the language model is an error with its name
     fast_path       says whether linear-attention layers run on the kernels made for them
@@ -21,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file
 
 from flex_utils import first_line, need, refusing
+from model_drafter import DrafterConfig
 
 # parts of a checkpoint that are not the language model: vision and audio towers, layers for drafting
 OTHER_PART = re.compile(r"(^|\.)(visual|(?:embed_)?(?:vision|audio)\w*|multi_modal_projector|mtp)\.")
@@ -28,6 +30,7 @@ KERNELS = (  # package, module, function, and what its absence costs
     ("flash-linear-attention", "fla", "chunk_gated_delta_rule", "the target runs about 1.6 times slower (760 "
      "against 464 ms per 4,096 tokens at Qwen3.6-27B size on an H200)"),
     ("causal-conv1d", "causal_conv1d", "causal_conv1d_fn", "its convolutions run in plain PyTorch"))
+KNOWN_MASK_IDS = dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), 248070)
 
 
 def path_of(target):
@@ -51,6 +54,76 @@ def load_tokenizer(target):
     except (OSError, ValueError, KeyError) as e:
         print(f"TARGET = {target} has no tokenizer ({first_line(e)}): only rows of input_ids are read")
         return None
+
+
+def taps_of(wanted, n_layers):
+    """TARGET_LAYER_IDS, or the published spread: 5 layers from the second to the fourth-last."""
+    if wanted is None:
+        ids = tuple(round(1 + i * (n_layers - 4) / 4) for i in range(5))
+        text = f"the default taps {list(ids)} don't fit a target of {n_layers} layers: set TARGET_LAYER_IDS"
+    else:  # the last layer's output is read after the final norm when served
+        ids = tuple(wanted)
+        text = f"TARGET_LAYER_IDS = {list(ids)}: must rise within 0..{n_layers - 2}, of {n_layers} layers"
+    need(ids and sorted(set(ids)) == list(ids) and ids[0] >= 0 and ids[-1] <= n_layers - 2, text)
+    return ids
+
+
+def mask_token(wanted, target, config, tokenizer):
+    """MASK_TOKEN_ID, the family's known one, or a special token that neither the template nor a role uses."""
+    text = config.get_text_config()
+    vocab = text.vocab_size
+    eos = text.eos_token_id if isinstance(text.eos_token_id, (list, tuple)) else [text.eos_token_id]
+    roles = {*eos, text.bos_token_id, text.pad_token_id, getattr(tokenizer, "eos_token_id", None)} - {None}
+    if wanted is not None:
+        setting, taken = f"MASK_TOKEN_ID = {wanted}", roles - {text.pad_token_id}
+        need(0 <= wanted < vocab, f"{setting}: outside the vocabulary of {vocab}")
+        need(wanted not in taken, f"{setting}: is the target's bos or eos, of {sorted(roles)}")
+        return wanted
+    if KNOWN_MASK_IDS.get(config.model_type, vocab) < vocab:
+        return KNOWN_MASK_IDS[config.model_type]
+    free = []
+    if tokenizer is not None:
+        template = str(tokenizer.chat_template or "")
+        free = [i for i, t in sorted(tokenizer.added_tokens_decoder.items())
+                if t.special and i not in roles and t.content not in template and i < vocab]
+        free += range(max(len(tokenizer), 1), vocab)  # rows of the embedding that no token has
+    need(free, f"MASK_TOKEN_ID = None: {target} has no unused token; name an id below {vocab}")
+    return free[0]
+
+
+def rope_theta_of(text):
+    """Base frequency alone: partial rotary factors and mrope sections of the target are not the drafter's."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    return float(rope.get("rope_theta") or getattr(text, "rope_theta", None) or 10000.0)
+
+
+def drafter_config(target, config, tokenizer, block_size, n_draft_layers, layer_types, sliding_window,
+                   target_layer_ids, mask_token_id, init_std):
+    """Sizes for this target, before its weights are read: its own, or the published ones for Qwen3.6-27B.
+    What the trainer's settings leave open is None."""
+    text = config.get_text_config()
+    n_layers, heads = text.num_hidden_layers, text.num_attention_heads
+    hybrid = text.model_type.startswith("qwen3_5")
+    sizes = (heads, getattr(text, "num_key_value_heads", None) or heads,
+             getattr(text, "head_dim", None) or text.hidden_size // heads)
+    if hybrid and text.hidden_size == 5120:
+        sizes = 32, 8, 128
+    first = "sliding_attention" if hybrid else "full_attention"
+    types_ = layer_types or [first] * (n_draft_layers - 1) + ["full_attention"]
+    return DrafterConfig(
+        text.hidden_size, text.intermediate_size, n_draft_layers, *sizes, text.vocab_size, block_size,
+        mask_token(mask_token_id, target, config, tokenizer), taps_of(target_layer_ids, n_layers), n_layers,
+        tuple(types_), sliding_window if "sliding_attention" in types_ else None, rope_theta_of(text),
+        getattr(text, "rms_norm_eps", 1e-6), init_std, text.max_position_embeddings, text.bos_token_id,
+        text.eos_token_id, text.pad_token_id,
+        final_logit_softcapping=getattr(text, "final_logit_softcapping", None))
+
+
+def embedding_scale(embedding):
+    """What the embedding module multiplies its table by (Gemma), rounded in its dtype as the client does."""
+    scale = getattr(embedding, "embed_scale", None)
+    return 1.0 if scale is None else float(torch.as_tensor(scale).to(embedding.weight.dtype))
 
 
 def load_model(target, device, dtype, seed, tick=lambda: None):
