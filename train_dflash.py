@@ -58,6 +58,7 @@ from tools.conversations import Settings, build_conversations, render, resolve_f
 from tools.devices import (
     Alone, HandOff, Machines, Stopwatch, check_pairs, receive, sum_over_replicas, to_device, transfer)
 from tools.packing import EvalRows, Row, RowStream, inspect_data, plan_batches, run_length, target_shapes
+from tools.taps import Taps
 
 # ------------------------------------------------------------------ constants: they ARE the 8-GPU job
 # target and devices
@@ -320,7 +321,7 @@ def prove_target(model, config, conversations, tokenizer):
     """Start-up proof on a few real conversations, with the whole first replica: taps, head, labels."""
     decoder, device, agree, labels = model.get_decoder(), model.device, 0, 0
     ids_of_taps = list(config.target_layer_ids)
-    taps, head = md.Taps(decoder.layers, config.target_layer_ids), head_of(model)
+    taps, head = Taps(decoder.layers, config.target_layer_ids), head_of(model)
     for c in (conversations[i] for i in range(min(8, len(conversations)))):
         ids = torch.from_numpy(c.ids.astype(np.int64))[None].to(device)
         out = model(ids, output_hidden_states=True, use_cache=False)
@@ -363,7 +364,7 @@ def target_worker(run, t):
     device = torch.device(TARGET_DEVICES[t])
     run.enter_thread(device)
     decoder, hand_off = run.decoders[t], HandOff(device, run.bad_pairs)
-    taps = md.Taps(decoder.layers, run.config.target_layer_ids)
+    taps = Taps(decoder.layers, run.config.target_layer_ids)
     for kind, index in itertools.islice(run.jobs(), t, None, len(TARGET_DEVICES)):
         run.check()
         row, anchors = (run.train_rows if kind == "train" else run.eval_rows).row(index)
@@ -1117,7 +1118,7 @@ def evaluate_checkpoint():
     config, decoder, sums = w.drafter.config, model.get_decoder(), EvalSums()
     rows = EvalRows(read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", config.vocab_size), SEQ_LEN)
     shapes = shapes_for(decoder, rows)
-    taps = md.Taps(decoder.layers, config.target_layer_ids)
+    taps = Taps(decoder.layers, config.target_layer_ids)
     for i in tqdm(range(len(rows.rows)), unit="row", disable=not sys.stderr.isatty()):
         row, anchors = rows.row(i)
         with torch.no_grad():

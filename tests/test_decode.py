@@ -17,13 +17,13 @@ from model_drafter import (
     DrafterConfig,
     Head,
     LossSpec,
-    Taps,
     row_loss,
     slots_of,
     speculative_generate,
     walk,
 )
 from tools import checkpoints
+from tools.taps import Taps
 
 VOCAB, HIDDEN, K = 61, 32, 4
 FULL, SLIDING = "full_attention", "sliding_attention"
