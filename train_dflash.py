@@ -19,9 +19,16 @@ Words: a ROW is SEQ_LEN packed context tokens with NUM_ANCHORS anchors; a MICRO-
 of one row; a STEP is one optimiser step over ROWS_PER_STEP rows, whichever drafters had them. Under torchrun
 each of M machines does this with its own share of M*R rows, and `average` adds up over machines too.
 Shapes: S = SEQ_LEN, N = NUM_ANCHORS, K = BLOCK_SIZE, D hidden size, L tapped layers, R = ROWS_PER_STEP.
+
+What it imports:
+    model_drafter.py        the drafter, its loss, acceptance, speculative decoding
+    flex_utils.py           mask, attention, what keeps compilation safe under threads, Crew
+    tools/conversations.py  JSONL files to token ids           tools/packing.py  token ids to rows
+    tools/target.py         the target's config and weights    tools/taps.py     its layers' outputs
+    tools/devices.py        copies and sums over devices and machines
+    tools/checkpoints.py    what is written to disk and read back
 """
 import ast
-import copy
 import itertools
 import json
 import math
@@ -51,12 +58,12 @@ from tqdm import tqdm
 
 import flex_utils
 import model_drafter as md
-from flex_utils import UserError, need, refusing
+from flex_utils import UserError, need, refusing, start_thread
 from tools import checkpoints
 from tools import target as target_files
-from tools.conversations import Settings, build_conversations, render, resolve_files
+from tools.conversations import Settings, build_conversations, resolve_files
 from tools.devices import (
-    Alone, HandOff, Machines, Stopwatch, check_pairs, receive, sum_over_replicas, to_device, transfer)
+    Alone, HandOff, Machines, Stopwatch, check_pairs, receive, replica_of, sum_over_replicas, to_device)
 from tools.packing import EvalRows, Row, RowStream, inspect_data, plan_batches, run_length, target_shapes
 from tools.taps import Taps
 
@@ -218,31 +225,8 @@ def compute_dtype(device):
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 
-def load_config():
-    return target_files.load_config(TARGET)
-
-
-def load_tokenizer():
-    return target_files.load_tokenizer(TARGET)
-
-
 def load_target(device, tick=lambda: None):
     return target_files.load_model(TARGET, device, compute_dtype(device), SEED, tick)
-
-
-def replica_of(module, device, bad_pairs=frozenset()):
-    """A copy of a frozen module on `device` with hooks of its own; on the same device it shares weights."""
-    memo = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        moved = transfer(tensor.data, device, bad_pairs)
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        memo[id(tensor)] = torch.nn.Parameter(moved, requires_grad=False) if is_parameter else moved
-    return copy.deepcopy(module, memo)
-
-
-def head_of(model):
-    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    return md.Head(model.get_output_embeddings(), softcap)
 
 
 def shapes_for(decoder, *streams):
@@ -314,37 +298,6 @@ def preflight(run):
          f"and one being written need {wanted:.1f} more")
     if memory < n * 12:
         print(f"WARNING: {memory:.1f} GiB of host memory is free, a save copies {n * 12:.1f} GiB there")
-
-
-@torch.no_grad()
-def prove_target(model, config, conversations, tokenizer):
-    """Start-up proof on a few real conversations, with the whole first replica: taps, head, labels."""
-    decoder, device, agree, labels = model.get_decoder(), model.device, 0, 0
-    ids_of_taps = list(config.target_layer_ids)
-    taps, head = Taps(decoder.layers, config.target_layer_ids), head_of(model)
-    for c in (conversations[i] for i in range(min(8, len(conversations)))):
-        ids = torch.from_numpy(c.ids.astype(np.int64))[None].to(device)
-        out = model(ids, output_hidden_states=True, use_cache=False)
-        need(torch.equal(taps.collect(), torch.cat([out.hidden_states[i + 1] for i in ids_of_taps], -1)),
-             f"TARGET = {TARGET}: hooks on layers {ids_of_taps} don't give output_hidden_states[i + 1]")
-        logits = out.logits.float()
-        off = (head(out.hidden_states[-1]).float() - logits).abs().max().item()
-        need(not off > 0.05 * logits.abs().max().item(),
-             f"TARGET = {TARGET}: it scales its logits, the head alone is off by {off:.3g}")
-        supervised = torch.from_numpy(c.turn[1:] > 0).to(device)
-        agree += int(((out.logits[0, :-1].argmax(-1) == ids[0, 1:]) & supervised).sum())
-        labels += int(supervised.sum())
-    taps.remove()
-    share = agree / max(1, labels)
-    print(f"proof: taps {ids_of_taps} equal output_hidden_states; the head reproduces the logits; "
-          f"{share:.3f} of {labels} labels equal the target's argmax")
-    if share < 0.8:
-        print(f"WARNING: only {share:.2f} of the labels are what the target would say (own answers: 0.8 or "
-              f"more): such a drafter is accepted less. tools/regenerate.py makes the target's own answers")
-    if tokenizer is not None:
-        text = render(conversations[0], tokenizer)[:800]
-        print(f"first conversation, supervised tokens between ⟦ ⟧:\n{text}")
-    return share
 
 
 # ---------------------------------------------------------------------------------------- the hand-off
@@ -930,7 +883,7 @@ def read_data(run, tokenizer, vocab):
     run.last = min(run.horizon, STOP_AT or run.horizon)
 
 
-def load_drafter(name):
+def drafter_in(name):
     """The drafter checkpoint that the constant `name` says -> (config, weights)."""
     with refusing(f"{name} = {globals()[name]}: not a drafter checkpoint", OSError, ValueError,
                   safetensors.SafetensorError):
@@ -960,7 +913,7 @@ def starting_point(run):
         return (info["step"], info["evaluated"], {name: info[name] for name in run.kept}), state
     checkpoints.truncate_lines(run.out, -1)  # of a run that was killed before its first save
     if INIT_FROM:
-        theirs, weights = load_drafter("INIT_FROM")
+        theirs, weights = drafter_in("INIT_FROM")
         wrong = checkpoints.differences(run.config, theirs)
         need(not wrong, f"INIT_FROM = {INIT_FROM} doesn't fit: {'; '.join(wrong)}")
     else:
@@ -982,7 +935,7 @@ def check_devices(run, targets, drafters):
 
 def build(run):
     """Everything before the threads, in the main thread: data, target and its replicas, drafters."""
-    config, tokenizer = load_config(), load_tokenizer()
+    config, tokenizer = target_files.load_config(TARGET), target_files.load_tokenizer(TARGET)
     run.config = target_files.drafter_config(
         TARGET, config, tokenizer, BLOCK_SIZE, DRAFT_LAYERS, LAYER_TYPES, SLIDING_WINDOW, TARGET_LAYER_IDS,
         MASK_TOKEN_ID, INIT_STD)
@@ -997,11 +950,11 @@ def build(run):
     check_devices(run, targets, drafters)
     model = load_target(targets[0], run.tick)
     run.tick()
-    embed, head, decoder = model.get_input_embeddings(), head_of(model), model.get_decoder()
+    embed, head, decoder = model.get_input_embeddings(), target_files.head_of(model), model.get_decoder()
     run.config = replace(run.config, input_embedding_scale=target_files.embedding_scale(embed))
     target_files.fast_path(decoder)
     with refusing(f"TARGET = {TARGET}: can't run", ImportError):  # FP8 layers look for their kernels now
-        prove_target(model, run.config, run.train_rows.conversations, tokenizer)
+        target_files.prove(TARGET, model, run.config, run.train_rows.conversations, tokenizer)
     shared = {d: [replica_of(module, d, run.bad_pairs) for module in (embed, head)] for d in set(drafters)}
     decoder.layers = decoder.layers[:run.config.target_layer_ids[-1] + 1]  # the rest feeds nothing
     del model, head  # the head and the last layers leave the target's GPU here
@@ -1016,9 +969,9 @@ def build(run):
 
 def run_threads(run):
     """Start all workers, wait for the drafters, end the rest. Leaves no thread behind."""
-    targets = [flex_utils.start_thread(f"target-{t}", run.guarded, target_worker, run, t)
+    targets = [start_thread(f"target-{t}", run.guarded, target_worker, run, t)
                for t in range(len(TARGET_DEVICES))]
-    drafters = [flex_utils.start_thread(f"drafter-{d}", run.guarded, drafter_worker, run, d)
+    drafters = [start_thread(f"drafter-{d}", run.guarded, drafter_worker, run, d)
                 for d in range(len(DRAFTER_DEVICES))]
     for thread in drafters:
         while thread.is_alive():
@@ -1055,7 +1008,7 @@ def train():
     # OUT is machine 0's alone: it may be shared, or missing elsewhere. What others write there goes with them
     with tempfile.TemporaryDirectory() if machines.rank else checkpoints.only_run_in(Path(OUT)) as out:
         run = Run(Path(out), machines)
-        watchdog = flex_utils.start_thread("watchdog", run.watchdog, STALL_S, run.state)
+        watchdog = start_thread("watchdog", run.watchdog, STALL_S, run.state)
         try:
             build(run)
             run.board = tensorboard(run.out)
@@ -1100,14 +1053,14 @@ def open_checkpoint():
     """CKPT and its target on TARGET_DEVICES[0], for `eval` and `generate`. -> (model, tokenizer, Replica)."""
     need(CKPT, "CKPT is empty: name a checkpoint directory")
     need_devices("TARGET_DEVICES", TARGET_DEVICES[:1])
-    config, weights = load_drafter("CKPT")
-    load_config()  # a TARGET that isn't there is said before its tokenizer is missed
+    config, weights = drafter_in("CKPT")
+    target_files.load_config(TARGET)  # a TARGET that isn't there is said before its tokenizer is missed
     globals().update(BLOCK_SIZE=config.block_size, COMPILE=False)
-    tokenizer, model = load_tokenizer(), load_target(TARGET_DEVICES[0])
+    tokenizer, model = target_files.load_tokenizer(TARGET), load_target(TARGET_DEVICES[0])
     here = model.config.get_text_config().hidden_size, len(model.get_decoder().layers)
     there = config.hidden_size, config.num_target_layers
     need(here == there, f"CKPT = {CKPT} is for hidden size and layers {there}, TARGET = {TARGET} has {here}")
-    w = Replica(0, config, model.device, model.get_input_embeddings(), head_of(model), weights)
+    w = Replica(0, config, model.device, model.get_input_embeddings(), target_files.head_of(model), weights)
     w.drafter.eval()
     return model, tokenizer, w
 
@@ -1175,7 +1128,8 @@ def inspect(*words):
     """`inspect DATA=... [N]`: what the data chapter makes of the files, and N conversations. -> exit code."""
     need(len(words) <= 1 and all(w.isdecimal() for w in words),
          f"inspect {' '.join(words)}: beside NAME=VALUE it takes one number, of conversations to show")
-    vocab, tokenizer = load_config().get_text_config().vocab_size, load_tokenizer()
+    vocab = target_files.load_config(TARGET).get_text_config().vocab_size
+    tokenizer = target_files.load_tokenizer(TARGET)
     inspect_data(read_conversations(DATA, tokenizer, "DATA", vocab), tokenizer, SEQ_LEN,
                  int(words[0] if words else 3))
     return 0

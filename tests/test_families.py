@@ -11,6 +11,7 @@ from common import EOS, MASK, PAD, VOCAB
 import model_drafter as md
 import train_dflash as td
 from tools import checkpoints
+from tools import target as target_files
 
 SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
              num_key_value_heads=2, head_dim=8, max_position_embeddings=512, eos_token_id=EOS, pad_token_id=PAD)
@@ -62,7 +63,7 @@ def test_a_family_trains_saves_and_decodes(family, capsys):
 
 def assert_lossless(target, config, weights):
     model = transformers.AutoModelForCausalLM.from_pretrained(target).eval().requires_grad_(False)
-    w = td.Replica(0, config, torch.device("cpu"), model.get_input_embeddings(), td.head_of(model), weights)
+    w = td.Replica(0, config, torch.device("cpu"), model.get_input_embeddings(), target_files.head_of(model), weights)
     prompt = torch.arange(10, 22)[None]
     plain = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=24,
                            eos_token_id=EOS)

@@ -15,6 +15,7 @@ import train_dflash as td
 from flex_utils import UserError
 from tools import random_target
 from tools import target as target_files
+from tools.devices import replica_of
 
 UP = "model.language_model.layers.1.mlp.up_proj.weight"
 CPU = torch.device("cpu")
@@ -122,7 +123,7 @@ class Float8Linear(torch.nn.Module):
 @pytest.mark.parametrize("bad", [frozenset(), frozenset([(CPU, torch.device("meta"))])])
 def test_replicas_of_float8_modules_keep_dtype_and_bits(bad):
     module = torch.nn.Sequential(Float8Linear(), torch.nn.Linear(2, 2).requires_grad_(False)).eval()
-    here, there = td.replica_of(module, CPU), td.replica_of(module, torch.device("meta"), bad)
+    here, there = replica_of(module, CPU), replica_of(module, torch.device("meta"), bad)
     for name, tensor in {**dict(module.named_parameters()), **dict(module.named_buffers())}.items():
         copies = [{**dict(m.named_parameters()), **dict(m.named_buffers())}[name] for m in (here, there)]
         assert [c.dtype for c in copies] == [tensor.dtype] * 2 and not any(c.requires_grad for c in copies)

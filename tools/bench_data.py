@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_dflash as td  # noqa: E402
 from tools import packing  # noqa: E402
+from tools.target import load_tokenizer  # noqa: E402
 
 VOCABULARY = ("the of and a to in is you that it he was for on are as with his they I at be this have from or "
               "one had by word but not what all were we when your can said there use an each which she do").split()
@@ -38,8 +39,7 @@ def timed(name, work):
 
 def main(argv):
     settings = {"TARGET": "", "N": "1000000", "WORDS": "20", **dict(a.split("=", 1) for a in argv)}
-    td.TARGET = settings["TARGET"]
-    tokenizer, n = td.load_tokenizer(), int(settings["N"])
+    tokenizer, n = load_tokenizer(settings["TARGET"]), int(settings["N"])
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         path = Path(folder, "rows.jsonl")

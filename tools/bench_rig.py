@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import model_drafter as md  # noqa: E402
 import train_dflash as td  # noqa: E402
 from tools import checkpoints  # noqa: E402
+from tools.devices import replica_of  # noqa: E402
 
 CONVERSATIONS = (0.3, 0.22, 0.18, 0.14, 0.1, 0.06)  # shares of a packed row
 PROMPT = 0.1                                        # share of a conversation that is not supervised
@@ -195,7 +196,7 @@ class Rig:
             shapes = {n: p.shape for n, p in md.Drafter(c, None).named_parameters()}
         weights = {n: torch.randn(s, device=device) * 0.02 if len(s) > 1 else torch.ones(s, device=device)
                    for n, s in shapes.items()}
-        frozen = td.replica_of(self.embed, device), td.replica_of(self.head, device)
+        frozen = replica_of(self.embed, device), replica_of(self.head, device)
         w = td.Replica(index, c, device, *frozen, weights)
         if compiled == "flex" and device.type == "cuda":
             for layer in w.drafter.layers:

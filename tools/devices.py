@@ -1,12 +1,14 @@
 """What crosses from one device to another, and from one machine to another.
 
     to_device / transfer         host to device without a wait; device to device
+    replica_of                   a frozen module on another device
     check_pairs                  GPU-to-GPU copies, checked before any weight crosses
     HandOff / receive            features to a drafter: streams wait, no host does
     sum_over_replicas            gradients over drafters, the same bits on every one
     Alone / Machines             gradients, decisions and a checkpoint over machines, by torch.distributed
     Stopwatch                    seconds of all this, on the device's own clock
 """
+import copy
 import os
 import sys
 import threading
@@ -31,6 +33,16 @@ def transfer(tensor, device, bad_pairs=frozenset()):
     if tensor.device != device and (tensor.device, device) in bad_pairs:
         return tensor.cpu().to(device)
     return tensor.to(device, non_blocking=True)
+
+
+def replica_of(module, device, bad_pairs=frozenset()):
+    """A copy of a frozen module on `device` with hooks of its own; on the same device it shares weights."""
+    memo = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        moved = transfer(tensor.data, device, bad_pairs)
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        memo[id(tensor)] = torch.nn.Parameter(moved, requires_grad=False) if is_parameter else moved
+    return copy.deepcopy(module, memo)
 
 
 def check_pairs(pairs, copy=transfer, n=1 << 20):

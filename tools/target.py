@@ -3,6 +3,7 @@
     drafter_config  sizes of a drafter for it, its taps and its mask token, from its config alone
     load_model      safetensors files -> one device, no second copy in host memory; or random weights in place
     check_weights   a missing, misshapen or unknown weight of the language model is an error with its name
+    prove           hooks and head against the model's own outputs, labels against its argmax
     fast_path       says whether linear-attention layers run on the kernels made for them
 
 A target is a hub id, a directory, or random:DIR: the config in DIR, weights made on the device from a seed.
@@ -15,6 +16,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import safetensors
 import torch
 from tqdm import tqdm
@@ -22,7 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file
 
 from flex_utils import first_line, need, refusing
-from model_drafter import DrafterConfig
+from model_drafter import DrafterConfig, Head
+from tools.conversations import render
+from tools.taps import Taps
 
 # parts of a checkpoint that are not the language model: vision and audio towers, layers for drafting
 OTHER_PART = re.compile(r"(^|\.)(visual|(?:embed_)?(?:vision|audio)\w*|multi_modal_projector|mtp)\.")
@@ -183,6 +187,41 @@ def checkpoint_names(target):
             with safetensors.safe_open(path, "pt") as file:
                 return list(file.keys())
     return []
+
+
+def head_of(model):
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return Head(model.get_output_embeddings(), softcap)
+
+
+@torch.no_grad()
+def prove(target, model, config, conversations, tokenizer):
+    """Start-up proof on a few real conversations, with the whole first replica: taps, head, labels."""
+    decoder, device, agree, labels = model.get_decoder(), model.device, 0, 0
+    ids_of_taps = list(config.target_layer_ids)
+    taps, head = Taps(decoder.layers, config.target_layer_ids), head_of(model)
+    for c in (conversations[i] for i in range(min(8, len(conversations)))):
+        ids = torch.from_numpy(c.ids.astype(np.int64))[None].to(device)
+        out = model(ids, output_hidden_states=True, use_cache=False)
+        need(torch.equal(taps.collect(), torch.cat([out.hidden_states[i + 1] for i in ids_of_taps], -1)),
+             f"TARGET = {target}: hooks on layers {ids_of_taps} don't give output_hidden_states[i + 1]")
+        logits = out.logits.float()
+        off = (head(out.hidden_states[-1]).float() - logits).abs().max().item()
+        need(not off > 0.05 * logits.abs().max().item(),
+             f"TARGET = {target}: it scales its logits, the head alone is off by {off:.3g}")
+        supervised = torch.from_numpy(c.turn[1:] > 0).to(device)
+        agree += int(((out.logits[0, :-1].argmax(-1) == ids[0, 1:]) & supervised).sum())
+        labels += int(supervised.sum())
+    taps.remove()
+    share = agree / max(1, labels)
+    print(f"proof: taps {ids_of_taps} equal output_hidden_states; the head reproduces the logits; "
+          f"{share:.3f} of {labels} labels equal the target's argmax")
+    if share < 0.8:
+        print(f"WARNING: only {share:.2f} of the labels are what the target would say (own answers: 0.8 or "
+              f"more): such a drafter is accepted less. tools/regenerate.py makes the target's own answers")
+    if tokenizer is not None:
+        text = render(conversations[0], tokenizer)[:800]
+        print(f"first conversation, supervised tokens between ⟦ ⟧:\n{text}")
 
 
 def fast_path(decoder):
