@@ -1,6 +1,7 @@
 """What the tests of the trainer share: tiny targets, data files, runs of main() here and in child processes.
 
     random_target() / plus_one_target()   directories for transformers: a Llama, tokenizer, chat template
+    tiny_config()                         sizes of a drafter that needs no target
     data_file()                           JSONL of token ids that go up by one
     train() / mode()                      main(argv) in this process; constants are set back, no thread left
     start() / Child                       main(argv) in a child of a server that has imported the trainer once
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
@@ -35,6 +37,7 @@ import transformers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 import train_dflash as trainer  # noqa: E402
+from model_drafter import DrafterConfig  # noqa: E402
 from tools import checkpoints  # noqa: E402
 
 transformers.utils.logging.disable_progress_bar()
@@ -112,6 +115,16 @@ def plus_one_target():
     model.model.embed_tokens.weight.copy_(table)
     model.lm_head.weight.copy_(table.roll(1, 0) * 4)
     return save_target(model, "plus_one")
+
+
+def tiny_config(**changes):
+    """Of a drafter: three layers, of both types."""
+    kinds = "sliding_attention", "full_attention", "sliding_attention"
+    c = DrafterConfig(
+        hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16,
+        vocab_size=61, block_size=4, mask_token_id=60, target_layer_ids=(1, 3), num_target_layers=6,
+        layer_types=kinds, sliding_window=6, rope_theta=5e5)
+    return replace(c, **changes)
 
 
 # ---------------------------------------------------------------------------------------------------- data

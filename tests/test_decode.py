@@ -11,10 +11,10 @@ import torch
 import transformers
 from torch import nn
 
+from common import tiny_config
 from flex_utils import attend_dense, dense_mask
 from model_drafter import (
     Drafter,
-    DrafterConfig,
     Head,
     LossSpec,
     row_loss,
@@ -92,23 +92,10 @@ def target_of(kind):
 
 
 def config(**changes):
-    base = dict(
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        vocab_size=VOCAB,
-        block_size=K,
-        mask_token_id=60,
-        target_layer_ids=(0, 2),
-        num_target_layers=4,
-        layer_types=(SLIDING, FULL),
-        sliding_window=9,
-        rope_theta=1e4,
-    )
-    return DrafterConfig(**base | changes)
+    """For the targets above: 4 layers, of which the drafter reads two."""
+    ours = dict(num_layers=2, head_dim=8, target_layer_ids=(0, 2), num_target_layers=4,
+                layer_types=(SLIDING, FULL), sliding_window=9, rope_theta=1e4)
+    return tiny_config(**ours | changes)
 
 
 def random_drafter():

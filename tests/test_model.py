@@ -4,7 +4,6 @@ by hand."""
 import json
 import math
 import random
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,32 +14,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model_drafter as md
+from common import tiny_config as config
 from flex_utils import attend_dense, dense_mask
-from model_drafter import Drafter, DrafterConfig, Head, LossSpec, chunked_ce, row_loss, slots_of, walk
+from model_drafter import Drafter, Head, LossSpec, chunked_ce, row_loss, slots_of, walk
 from tools import checkpoints
 
 CPU = torch.device("cpu")
 SLIDING, FULL = "sliding_attention", "full_attention"
-
-
-def config(**changes):
-    c = DrafterConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        vocab_size=61,
-        block_size=4,
-        mask_token_id=60,
-        target_layer_ids=(1, 3),
-        num_target_layers=6,
-        layer_types=(SLIDING, FULL, SLIDING),
-        sliding_window=6,
-        rope_theta=5e5,
-    )
-    return replace(c, **changes)
 
 
 def drafter_of(c, seed=1):
