@@ -8,12 +8,12 @@
     Alone / Machines             gradients, decisions and a checkpoint over machines, by torch.distributed
     Stopwatch                    seconds of all this, on the device's own clock
 """
-import copy
 import os
 import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from datetime import timedelta
 
 import torch
@@ -42,7 +42,7 @@ def replica_of(module, device, bad_pairs=frozenset()):
         moved = transfer(tensor.data, device, bad_pairs)
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         memo[id(tensor)] = torch.nn.Parameter(moved, requires_grad=False) if is_parameter else moved
-    return copy.deepcopy(module, memo)
+    return deepcopy(module, memo)
 
 
 def check_pairs(pairs, copy=transfer, n=1 << 20):
