@@ -262,44 +262,6 @@ def target_features(decoder, taps, row, shapes, gate, device):
     return out[None]
 
 
-def free_memory():
-    """Host memory in GiB. MemAvailable counts the page cache in, SC_AVPHYS_PAGES doesn't."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable:")) / 2**20
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2**30
-
-
-def preflight(run):
-    """What would fail late is said before anything slow: compiler, disk, host memory, files."""
-    for name in ("DATA", "EVAL_DATA") if EVAL_EVERY else ("DATA",):
-        resolve_files(globals()[name], name)
-    for part in run.out.glob(".part_*"):
-        print(f"{part} is a save that was cut off: removed, the complete one before it counts")
-        shutil.rmtree(part)
-    if COMPILE and any(d.startswith("cuda") for d in DRAFTER_DEVICES):
-        compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
-        header = Path(sysconfig.get_paths()["include"], "Python.h")
-        need(run.config.head_dim >= 16,  # Triton's matrix products start there
-             f"COMPILE = True: flex_attention needs a head_dim of 16 or more, this is {run.config.head_dim}")
-        need(compiler, "COMPILE = True: Triton needs a C compiler on the PATH: install gcc, or set CC")
-        need(header.exists(), f"COMPILE = True: Triton needs {header}: install python3-dev")
-    if run.machines.rank:
-        return  # machine 0 saves
-    with torch.device("meta"):
-        n = sum(p.numel() for p in md.Drafter(run.config, None).parameters()) / 2**30
-    size, free, memory = n * 14, shutil.disk_usage(run.out).free / 2**30, free_memory()  # bf16, fp32, moments
-    there = len(checkpoints.step_directories(run.out))  # a run to resume has some already
-    wanted = size * max(1, KEEP + 2 - there)
-    print(f"a checkpoint is {size:.2f} GiB, {KEEP} newest and the best are kept (KEEP), "
-          f"{free:.1f} GiB free at OUT = {run.out}")
-    need(free >= wanted, f"OUT = {run.out}: {free:.1f} GiB free, KEEP = {KEEP}, the best "
-         f"and one being written need {wanted:.1f} more")
-    if memory < n * 12:
-        print(f"WARNING: {memory:.1f} GiB of host memory is free, a save copies {n * 12:.1f} GiB there")
-
-
 # ---------------------------------------------------------------------------------------- the hand-off
 
 class Item(NamedTuple):
@@ -566,29 +528,6 @@ def drafter_worker(run, d):
             run.log_if_due(w, plan.step + 1)
 
 
-# ----------------------------------------------------------------------------------------- checkpoints
-# what a resumed run must share with the one that wrote the checkpoint; the rest may change and is printed
-FIXED = ("SEED", "SEQ_LEN", "NUM_ANCHORS", "ROWS_PER_STEP", "LOSS", "CHAT_TEMPLATE_KWARGS")
-# what machines must share beside it, for every one decides by itself what happens after a step
-ALIKE = "LR", "WARMUP", "CLIP", "GAMMA", "LOG_EVERY", "EVAL_EVERY", "SAVE_EVERY", "K_BAD"
-
-
-def check_resume(path, info, run):
-    """Refuse what can't continue, naming both values; print what merely changed."""
-    theirs, ours, data = info["constants"], run.constants(), run.train_rows.conversations.fingerprint
-    for name in FIXED:
-        note = f", summed over machines, here {run.machines.size}" if name == "ROWS_PER_STEP" else ""
-        need(theirs[name] == ours[name], f"{name} = {ours[name]!r}, but {path} has {theirs[name]!r}{note}")
-    need(info["horizon"] == run.horizon, f"the schedule's horizon is {run.horizon} steps, but {path} has "
-         f"{info['horizon']}: set STEPS={info['horizon']} (STOP_AT ends early without changing it)")
-    need(info["data"] == data, f"DATA = {DATA} has fingerprint {data}, but {path} has {info['data']}")
-    changed = checkpoints.differences(run.config, checkpoints.read_config(path))
-    need(not changed, f"{path} is another drafter: {'; '.join(changed)}")
-    for name in sorted(set(theirs) & set(ours) - {"RESUME", "CKPT", "PROMPT"}):
-        if theirs[name] != ours[name]:
-            print(f"resume: {name} was {theirs[name]!r}, now {ours[name]!r}")
-
-
 # --------------------------------------------------------------------------------------------- the run
 
 class Plan(NamedTuple):
@@ -827,49 +766,49 @@ def memory_gib():
     return round(peak / 2**30, 2)
 
 
-# ------------------------------------------------------------------------------------------------ main
+# -------------------------------------------------------------------------------------------- start-up
+# what a resumed run must share with the one that wrote the checkpoint; the rest may change and is printed
+FIXED = ("SEED", "SEQ_LEN", "NUM_ANCHORS", "ROWS_PER_STEP", "LOSS", "CHAT_TEMPLATE_KWARGS")
+# what machines must share beside it, for every one decides by itself what happens after a step
+ALIKE = "LR", "WARMUP", "CLIP", "GAMMA", "LOG_EVERY", "EVAL_EVERY", "SAVE_EVERY", "K_BAD"
 
-def commit():
+
+def free_memory():
+    """Host memory in GiB. MemAvailable counts the page cache in, SC_AVPHYS_PAGES doesn't."""
     try:
-        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent,
-                              capture_output=True, text=True)
-        return done.stdout.strip() or None
-    except OSError:
-        return None
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable:")) / 2**20
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2**30
 
 
-def tensorboard(out):
-    """A writer where tensorboard is installed, else None."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        print("tensorboard is not installed: metrics go to metrics.jsonl and the log alone")
-        return None
-    return SummaryWriter(str(out / "tensorboard"))
-
-
-def describe_run(run):
-    """Head of the log and OUT/run.json."""
-    stats, n_rows = run.train_rows.conversations.stats, run.train_rows.total(1)
-    facts = {"torch": torch.__version__, "transformers": transformers.__version__,
-             "safetensors": safetensors.__version__, "python": sys.version.split()[0], "commit": commit(),
-             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-             "machines": run.machines.size,
-             "trainable_parameters": sum(m.numel() for m in run.replicas[0].masters.values()),
-             "horizon": run.horizon}
-    for name, value in facts.items():
-        run.say(f"{name}: {value}")
-    facts.update(data=stats, drafter=checkpoints.config_json(run.config), constants=constants())
-    (run.out / "run.json").write_text(json.dumps(facts, indent=1, default=str))
-    run.say("constants: " + ", ".join(f"{n}={v!r}" for n, v in constants().items()))
-    run.say(f"{stats['rows']} conversations, {stats['tokens']} tokens, "
-            f"supervised {stats['supervised'] / stats['tokens']:.3f}; {n_rows} rows of {SEQ_LEN} an epoch, "
-            f"about {min(NUM_ANCHORS, stats['supervised'] / n_rows):.0f} anchors a row; "
-            f"steps {run.first} to {run.last} of {run.horizon}; "
-            f"{run.step_rows} rows a step over {run.machines.size} machines, "
-            f"{ROWS_PER_STEP} over {len(DRAFTER_DEVICES)} drafters here "
-            f"({ROWS_PER_STEP / len(DRAFTER_DEVICES):.3g} each); "
-            f"targets on {TARGET_DEVICES}, drafters on {DRAFTER_DEVICES}")
+def preflight(run):
+    """What would fail late is said before anything slow: compiler, disk, host memory, files."""
+    for name in ("DATA", "EVAL_DATA") if EVAL_EVERY else ("DATA",):
+        resolve_files(globals()[name], name)
+    for part in run.out.glob(".part_*"):
+        print(f"{part} is a save that was cut off: removed, the complete one before it counts")
+        shutil.rmtree(part)
+    if COMPILE and any(d.startswith("cuda") for d in DRAFTER_DEVICES):
+        compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+        header = Path(sysconfig.get_paths()["include"], "Python.h")
+        need(run.config.head_dim >= 16,  # Triton's matrix products start there
+             f"COMPILE = True: flex_attention needs a head_dim of 16 or more, this is {run.config.head_dim}")
+        need(compiler, "COMPILE = True: Triton needs a C compiler on the PATH: install gcc, or set CC")
+        need(header.exists(), f"COMPILE = True: Triton needs {header}: install python3-dev")
+    if run.machines.rank:
+        return  # machine 0 saves
+    with torch.device("meta"):
+        n = sum(p.numel() for p in md.Drafter(run.config, None).parameters()) / 2**30
+    size, free, memory = n * 14, shutil.disk_usage(run.out).free / 2**30, free_memory()  # bf16, fp32, moments
+    there = len(checkpoints.step_directories(run.out))  # a run to resume has some already
+    wanted = size * max(1, KEEP + 2 - there)
+    print(f"a checkpoint is {size:.2f} GiB, {KEEP} newest and the best are kept (KEEP), "
+          f"{free:.1f} GiB free at OUT = {run.out}")
+    need(free >= wanted, f"OUT = {run.out}: {free:.1f} GiB free, KEEP = {KEEP}, the best "
+         f"and one being written need {wanted:.1f} more")
+    if memory < n * 12:
+        print(f"WARNING: {memory:.1f} GiB of host memory is free, a save copies {n * 12:.1f} GiB there")
 
 
 def read_data(run, tokenizer, vocab):
@@ -883,13 +822,6 @@ def read_data(run, tokenizer, vocab):
     run.last = min(run.horizon, STOP_AT or run.horizon)
 
 
-def drafter_in(name):
-    """The drafter checkpoint that the constant `name` says -> (config, weights)."""
-    with refusing(f"{name} = {globals()[name]}: not a drafter checkpoint", OSError, ValueError,
-                  safetensors.SafetensorError):
-        return checkpoints.load_drafter(globals()[name])
-
-
 def check_machines(run):
     """All machines train the same thing on the same rows; UserError naming both values."""
     files = {"DATA": run.train_rows, "EVAL_DATA": run.eval_rows}
@@ -899,6 +831,29 @@ def check_machines(run):
     for rank, theirs in enumerate(run.machines.gather(mine)):
         for n in mine:
             need(mine[n] == theirs[n], f"{n} = {mine[n]!r}, but machine (rank {rank}) has {theirs[n]!r}")
+
+
+def drafter_in(name):
+    """The drafter checkpoint that the constant `name` says -> (config, weights)."""
+    with refusing(f"{name} = {globals()[name]}: not a drafter checkpoint", OSError, ValueError,
+                  safetensors.SafetensorError):
+        return checkpoints.load_drafter(globals()[name])
+
+
+def check_resume(path, info, run):
+    """Refuse what can't continue, naming both values; print what merely changed."""
+    theirs, ours, data = info["constants"], run.constants(), run.train_rows.conversations.fingerprint
+    for name in FIXED:
+        note = f", summed over machines, here {run.machines.size}" if name == "ROWS_PER_STEP" else ""
+        need(theirs[name] == ours[name], f"{name} = {ours[name]!r}, but {path} has {theirs[name]!r}{note}")
+    need(info["horizon"] == run.horizon, f"the schedule's horizon is {run.horizon} steps, but {path} has "
+         f"{info['horizon']}: set STEPS={info['horizon']} (STOP_AT ends early without changing it)")
+    need(info["data"] == data, f"DATA = {DATA} has fingerprint {data}, but {path} has {info['data']}")
+    changed = checkpoints.differences(run.config, checkpoints.read_config(path))
+    need(not changed, f"{path} is another drafter: {'; '.join(changed)}")
+    for name in sorted(set(theirs) & set(ours) - {"RESUME", "CKPT", "PROMPT"}):
+        if theirs[name] != ours[name]:
+            print(f"resume: {name} was {theirs[name]!r}, now {ours[name]!r}")
 
 
 def starting_point(run):
@@ -965,6 +920,51 @@ def build(run):
     for w in run.replicas if "adam_step" in state else ():
         w.load_state(state)
     run.tick()
+
+
+# ------------------------------------------------------------------------------------------------ main
+
+def commit():
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent,
+                              capture_output=True, text=True)
+        return done.stdout.strip() or None
+    except OSError:
+        return None
+
+
+def tensorboard(out):
+    """A writer where tensorboard is installed, else None."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        print("tensorboard is not installed: metrics go to metrics.jsonl and the log alone")
+        return None
+    return SummaryWriter(str(out / "tensorboard"))
+
+
+def describe_run(run):
+    """Head of the log and OUT/run.json."""
+    stats, n_rows = run.train_rows.conversations.stats, run.train_rows.total(1)
+    facts = {"torch": torch.__version__, "transformers": transformers.__version__,
+             "safetensors": safetensors.__version__, "python": sys.version.split()[0], "commit": commit(),
+             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+             "machines": run.machines.size,
+             "trainable_parameters": sum(m.numel() for m in run.replicas[0].masters.values()),
+             "horizon": run.horizon}
+    for name, value in facts.items():
+        run.say(f"{name}: {value}")
+    facts.update(data=stats, drafter=checkpoints.config_json(run.config), constants=constants())
+    (run.out / "run.json").write_text(json.dumps(facts, indent=1, default=str))
+    run.say("constants: " + ", ".join(f"{n}={v!r}" for n, v in constants().items()))
+    run.say(f"{stats['rows']} conversations, {stats['tokens']} tokens, "
+            f"supervised {stats['supervised'] / stats['tokens']:.3f}; {n_rows} rows of {SEQ_LEN} an epoch, "
+            f"about {min(NUM_ANCHORS, stats['supervised'] / n_rows):.0f} anchors a row; "
+            f"steps {run.first} to {run.last} of {run.horizon}; "
+            f"{run.step_rows} rows a step over {run.machines.size} machines, "
+            f"{ROWS_PER_STEP} over {len(DRAFTER_DEVICES)} drafters here "
+            f"({ROWS_PER_STEP / len(DRAFTER_DEVICES):.3g} each); "
+            f"targets on {TARGET_DEVICES}, drafters on {DRAFTER_DEVICES}")
 
 
 def run_threads(run):
