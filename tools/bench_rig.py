@@ -1,7 +1,7 @@
 """What tools/bench.py measures with, and the trainer's own step on random rows.
 
     Meter       times, peaks, host waits and kernels of work(i) on a device
-    Rig         a named drafter shape: frozen embedding and head, td.Items, td.Replicas, all random
+    Rig         a named drafter shape: frozen embedding and head, td.Item, td.Replica, all random
     Steps       td.Run fed from lists: its step(w, i) is td.train_step, its row(w, i) td.micro_step
     specforge_steps()   the same two for specforge 0.2.0
 """
