@@ -10,7 +10,9 @@
 #   demo        a small real run: target, training, one held-out prompt decoded; minutes on 2 CPU cores
 #   test        test_smoke.py, then tests/
 #   bench       tools/bench.py
-#   inspect, eval, generate, ...   modes of train_dflash.py
+#   inspect [N] what is in DATA, with N conversations shown
+#   eval        tau of CKPT on EVAL_DATA        generate    one PROMPT decoded with CKPT
+#   tools/NAME.py   one of the tools
 #
 # NAME=VALUE overrides a constant of train_dflash.py. Packages go to .venv, made on the first call;
 # PYTHON=/path/to/python bash run.sh ... uses an environment that has them.
@@ -70,6 +72,7 @@ demo() {
     "$PYTHON" train_dflash.py demo "$@" "TARGET=$target" "OUT=$out"
     "$PYTHON" train_dflash.py generate TARGET_DEVICES=cpu MAX_NEW_TOKENS=64 "$@" "TARGET=$target" \
         "CKPT=$out/latest" "PROMPT=How can I keep my desk tidy?"   # held out: a row of data/demo_eval.jsonl
+    echo "run.sh: try bash run.sh generate TARGET=$target TARGET_DEVICES=cpu CKPT=$out/latest PROMPT='...'"
 }
 
 # One process a machine, its threads do the rest. After a signal the last save gets ten minutes, not 30 s.
@@ -106,5 +109,7 @@ case $mode in
     demo)  demo "$@" ;;
     test)  tests "$@" ;;
     bench) exec "$PYTHON" tools/bench.py "$@" ;;
-    *)     exec "$PYTHON" train_dflash.py "$mode" "$@" ;;
+    inspect|eval|generate|devices) exec "$PYTHON" train_dflash.py "$mode" "$@" ;;
+    tools/*.py) exec "$PYTHON" "$mode" "$@" ;;
+    *)     die "mode '$mode' is unknown: see bash run.sh help" ;;
 esac

@@ -15,9 +15,10 @@ The data path, in order (each name is a function below):
                  --Replica.update------->  clip, AdamW on fp32 masters; a bad update is skipped on the device
                  --evaluate / save------>  tau on held-out text; checkpoints that are servable as they are
 
-Words: a ROW is SEQ_LEN packed context tokens with NUM_ANCHORS anchors; a MICRO-STEP is forward and backward
-of one row; a STEP is one optimiser step over ROWS_PER_STEP rows, whichever drafters had them. Under torchrun
-each of M machines does this with its own share of M*R rows, and `average` adds up over machines too.
+Words: an ANCHOR is a token of an answer whose BLOCK, itself and K-1 masks (SLOTS), the drafter fills in from
+the target's hidden states (at the TAPS, some of its layers) of the tokens before it; a ROW is SEQ_LEN packed
+context tokens with NUM_ANCHORS anchors; a MICRO-STEP is forward and backward of one row; a STEP is one
+optimiser step over ROWS_PER_STEP rows, whichever drafters had them. Under torchrun each of M machines does this with its own share of M*R rows, and `average` adds up over machines too.
 Shapes: S = SEQ_LEN, N = NUM_ANCHORS, K = BLOCK_SIZE, D hidden size, L tapped layers, R = ROWS_PER_STEP.
 
 What it imports:
@@ -29,6 +30,7 @@ What it imports:
     tools/checkpoints.py    what is written to disk and read back
 """
 import ast
+import difflib
 import itertools
 import json
 import math
@@ -162,7 +164,7 @@ def override(args):
     for arg in args:
         name, equals, text = arg.partition("=")
         if not equals or name not in CONSTANTS:
-            near = [n for n in CONSTANTS if name.upper() in n or n in name.upper()]
+            near = difflib.get_close_matches(name.upper(), CONSTANTS)
             also = f"; did you mean {', '.join(near)}?" if near else ""
             raise UserError(f"unknown setting {name!r}{also}")
         hint = CONSTANTS[name]
@@ -171,7 +173,7 @@ def override(args):
             none = text == "None" and type(None) in kinds
             globals()[name] = None if none else convert(text, kinds[0])
         except (ValueError, SyntaxError, TypeError):
-            wanted = hint if typing.get_args(hint) else hint.__name__
+            wanted = "True or False" if hint is bool else hint if typing.get_args(hint) else hint.__name__
             raise UserError(f"{name}={text}: expected {wanted}") from None
         print(f"setting {name} = {globals()[name]!r}")
 
@@ -184,7 +186,7 @@ def check_settings():
         value = globals()[name]
         need(value is None or value > 0, f"{name} = {value}: must be above 0")
     for name, ok, wanted in (
-            ("BLOCK_SIZE", BLOCK_SIZE >= 2, "2 or more, the anchor and at least one drafted token"),
+            ("BLOCK_SIZE", BLOCK_SIZE >= 2, "must be 2 or more, the anchor and at least one drafted token"),
             ("EVAL_EVERY", EVAL_EVERY >= 0, "0 (never) or above"),
             ("SEED", SEED >= 0, "0 or above"),
             ("TEMPERATURE", TEMPERATURE >= 0, "0 (greedy) or above"),
@@ -537,7 +539,11 @@ class Plan(NamedTuple):
 
 
 class Run(flex_utils.Crew):
-    """What the threads share: the order of work, the queues, what is logged and kept."""
+    """What the threads share: the order of work, the queues, what is logged and kept.
+
+    build() and what it calls set the rest before any thread exists: train_rows, eval_rows, shapes; horizon,
+    last; config, decoders[target], replicas[drafter]; bad_pairs, direct (between devices).
+    """
 
     def __init__(self, out, machines=Alone()):
         super().__init__(len(DRAFTER_DEVICES))
@@ -579,7 +585,8 @@ class Run(flex_utils.Crew):
             yield from (("train", r) for r in plan.rows)
 
     def take(self, w, kind, indices):
-        """This drafter's items among `indices`, in order; holds nothing while it waits."""
+        """This drafter's items among `indices`, in order; holds nothing while it waits. Every drafter counts
+        every job, so all know whose job each is."""
         for index in indices:
             t = w.jobs_seen % len(TARGET_DEVICES)
             w.jobs_seen += 1
@@ -717,7 +724,7 @@ class Run(flex_utils.Crew):
         self.record(values)
         texts = {k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in values.items()}
         self.say(" | ".join(f"{k} {text}" for k, text in texts.items()))
-        if step // LOG_EVERY == self.first // LOG_EVERY + 2:  # the first window compiled
+        if step % LOG_EVERY == 0 and step // LOG_EVERY == self.first // LOG_EVERY + 2:  # the first compiled
             self.say_split((wall - target_wait) / n, (wall - wait - reduce) / n)
             self.say(f"{(self.last - step) * wall / n / 3600:.2f} hours to step {self.last} at this pace, "
                      "evaluation left out")
@@ -817,9 +824,25 @@ def read_data(run, tokenizer, vocab):
         read_conversations(DATA, tokenizer, "DATA", vocab, run.out), SEQ_LEN, NUM_ANCHORS, SEED)
     run.eval_rows = EvalRows(read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", vocab, run.out),
                              SEQ_LEN) if EVAL_EVERY else None
+    if run.eval_rows:
+        warn_of_overlap(run.train_rows.conversations, run.eval_rows.conversations)
     run.horizon = STEPS or run.train_rows.total(EPOCHS) // run.step_rows
     need(run.horizon, f"DATA = {DATA}: EPOCHS = {EPOCHS} give too few rows, ROWS_PER_STEP = {ROWS_PER_STEP}")
     run.last = min(run.horizon, STOP_AT or run.horizon)
+
+
+def warn_of_overlap(train, held_out):
+    """Held-out conversations that are trained on, token for token."""
+    by_length = {}
+    for i in range(len(held_out)):
+        by_length.setdefault(len(held_out[i].ids), set()).add(held_out[i].ids.tobytes())
+    seen = set()
+    for i in np.flatnonzero(np.isin(train.lengths, list(by_length))):
+        ids = train[int(i)].ids
+        seen |= {ids.tobytes()} & by_length[len(ids)]
+    if seen:
+        print(f"WARNING: {len(seen)} of {sum(map(len, by_length.values()))} different conversations of "
+              f"EVAL_DATA = {EVAL_DATA} are in DATA = {DATA} too: tau will flatter")
 
 
 def check_machines(run):
@@ -951,7 +974,7 @@ def describe_run(run):
              "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
              "machines": run.machines.size,
              "trainable_parameters": sum(m.numel() for m in run.replicas[0].masters.values()),
-             "horizon": run.horizon}
+             "horizon": run.horizon, "mask_token_id": run.config.mask_token_id}
     for name, value in facts.items():
         run.say(f"{name}: {value}")
     facts.update(data=stats, drafter=checkpoints.config_json(run.config), constants=constants())
@@ -961,9 +984,8 @@ def describe_run(run):
             f"supervised {stats['supervised'] / stats['tokens']:.3f}; {n_rows} rows of {SEQ_LEN} an epoch, "
             f"about {min(NUM_ANCHORS, stats['supervised'] / n_rows):.0f} anchors a row; "
             f"steps {run.first} to {run.last} of {run.horizon}; "
-            f"{run.step_rows} rows a step over {run.machines.size} machines, "
-            f"{ROWS_PER_STEP} over {len(DRAFTER_DEVICES)} drafters here "
-            f"({ROWS_PER_STEP / len(DRAFTER_DEVICES):.3g} each); "
+            f"ROWS_PER_STEP = {ROWS_PER_STEP} over {len(DRAFTER_DEVICES)} drafters "
+            f"({ROWS_PER_STEP / len(DRAFTER_DEVICES):.3g} each) on each of {run.machines.size} machines; "
             f"targets on {TARGET_DEVICES}, drafters on {DRAFTER_DEVICES}")
 
 
@@ -1106,6 +1128,7 @@ def plain_greedy(model, ids, stop):
 @torch.no_grad()
 def generate():
     """`generate CKPT=... PROMPT=...`: one prompt, plain greedy beside speculative. -> exit code."""
+    need(PROMPT.strip(), "PROMPT is empty: give the user's words")
     model, tokenizer, w = open_checkpoint()
     w.drafter.attend = flex_utils.attend_dense
     ids, stop = prompt_ids(tokenizer, PROMPT, model.device), stop_tokens(model, tokenizer)
@@ -1118,9 +1141,10 @@ def generate():
         generator)
     times.append(time.perf_counter())
     plain_rate, rate = (len(x) / s for x, s in zip((plain, answer), np.diff(times)))
+    equal = torch.equal(plain, answer) if TEMPERATURE == 0 else f"not compared, TEMPERATURE = {TEMPERATURE}"
     print(f"prompt: {PROMPT}\nplain greedy ({plain_rate:.1f} tokens/s): {tokenizer.decode(plain)}\n"
           f"speculative ({rate:.1f} tokens/s, {sum(produced) / max(1, len(produced)):.2f} tokens a pass): "
-          f"{tokenizer.decode(answer)}\nequal: {torch.equal(plain, answer)}")
+          f"{tokenizer.decode(answer)}\nequal: {equal}")
     return 0
 
 

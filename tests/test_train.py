@@ -4,6 +4,7 @@ import json
 import math
 import random
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -448,3 +449,20 @@ def test_adamw_is_torchs():
         trainer.adamw(masters, weights, grads, first, second, torch.tensor(0.02), count, scale, skip)
     for p, w, want in zip(masters, weights, truth):
         assert torch.allclose(p.double(), want, atol=1e-6) and torch.equal(w, p.bfloat16())
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_held_out_conversations_that_are_trained_on_are_named(tmp_path, capfd, same):
+    data, other = data_file("overlap", 30, 12, 40), data_file("apart", 8, 41, 50, seed=5)
+    lines = Path(other).read_text().splitlines() + Path(data).read_text().splitlines()[:3] * 2 * same
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("\n".join(lines) + "\n")
+    common.straight(tmp_path / "out", DATA=data, EVAL_DATA=held_out, STEPS=1, EVAL_EVERY=1)
+    said = capfd.readouterr().out
+    assert ("WARNING: 3 of 11 different conversations of EVAL_DATA" in said) == same == ("tau will flatter" in said)
+
+
+def test_a_server_of_another_user_can_read_the_checkpoint(tmp_path):
+    out = common.straight(tmp_path / "out", DATA=data_file("modes", 20, 12, 40), STEPS=1)
+    modes = {p.name: p.stat().st_mode for p in (out / "latest").iterdir()}
+    assert len(set(modes.values())) == 1, modes

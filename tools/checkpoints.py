@@ -134,6 +134,8 @@ def write_checkpoint(out, step, config, state, info):
     save_file(state, part / "trainer.safetensors")
     files = {p.name: checksum(p) for p in sorted(part.iterdir())}
     (part / "trainer.json").write_text(json.dumps({**info, "files": files}, indent=1))
+    for path in part.glob("*.safetensors"):  # written for their owner alone: a server may be somebody else
+        path.chmod((part / "config.json").stat().st_mode)
     for path in (*part.iterdir(), part):
         sync_path(path)
     shutil.rmtree(final, ignore_errors=True)

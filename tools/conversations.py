@@ -70,8 +70,8 @@ def resolve_files(spec, what="DATA"):
         found = sorted(p for p in found if p.is_file())
         if not found:
             wrong = "no .jsonl or .jsonl.gz in directory" if path.is_dir() else "no such file"
-            raise UserError(f"{what} = {spec}: {wrong}: {word}. To make one: python tools/regenerate.py "
-                            f"PROMPTS=prompts.jsonl TARGET=<model> OUT=answers.jsonl")
+            raise UserError(f"{what} = {spec}: {wrong}: {word}. To make one: bash run.sh tools/regenerate.py "
+                            f"PROMPTS=prompts.jsonl TARGET=<model> OUT={word}")
         files.update(dict.fromkeys(found))
     if not files:
         raise UserError(f"{what} = {spec!r} names no file")

@@ -11,14 +11,22 @@ def main(argv):
     if len(argv) != 2 or not Path(argv[0]).is_file():
         print(f"error: expected METRICS.jsonl PICTURE.png, got {argv}", file=sys.stderr)
         return 2
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError:
+        print("error: the package matplotlib is not installed: pip install matplotlib", file=sys.stderr)
+        return 2
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
-    lines = [json.loads(line) for line in Path(argv[0]).read_text().splitlines()]
+    try:
+        lines = [json.loads(line) for line in Path(argv[0]).read_text().splitlines()]
+    except ValueError as e:
+        print(f"error: {argv[0]} is not a metrics.jsonl: {e}", file=sys.stderr)
+        return 2
     evals, steps = [x for x in lines if "tau" in x], [x for x in lines if "accept_len" in x]
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     left.plot([x["step"] for x in evals], [x["tau"] for x in evals], "o-", label="tau, held-out")
-    left.plot([x["step"] for x in steps], [x["accept_len"] for x in steps], alpha=0.5, label="accept_len, training")
+    left.plot([x["step"] for x in steps], [x["accept_len"] for x in steps], alpha=0.5, label="accept_len")
     left.set(xlabel="step", ylabel="tokens a pass")
     left.legend()
     for x in evals[1:]:

@@ -305,7 +305,8 @@ def load_target():
         tokenizer = AutoTokenizer.from_pretrained(TARGET)
         model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=dtype).to(device).eval()
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
-        stop(f"TARGET={TARGET} DEVICE={DEVICE}: {(str(error) or repr(error)).splitlines()[0]}")
+        stop(f"TARGET={TARGET} DEVICE={DEVICE}: {(str(error) or repr(error)).splitlines()[0]} "
+             f"(DEVICE=cpu runs anywhere)")
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [tokenizer.eos_token_id if ends is None else ends]
     pad = ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id

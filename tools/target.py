@@ -42,6 +42,8 @@ def path_of(target):
 
 
 def load_config(target):
+    need(Path(path_of(target)).is_dir() or not Path(path_of(target)).is_absolute(),
+         f"TARGET = {target}: no such directory")
     what = "not a model that transformers can read" if Path(path_of(target)).is_dir() else (
         "not a directory here, and can't be downloaded (is this machine offline? is HF_HUB_OFFLINE set? "
         "a gated model needs its licence accepted on its page, then `hf auth login`)")
