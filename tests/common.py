@@ -269,13 +269,14 @@ def until(condition, timeout=60):
 
 
 def fail_at(patch, where, name, call):
-    """The call-th call of `name` raises, in whichever thread makes it. -> a list: that thread's name."""
+    """The call-th call of `name` by a worker raises, whichever it is; those that start the run don't count.
+    -> a list: that thread's name."""
     inner, count, lock, died = getattr(where, name), [0], threading.Lock(), []
 
     def failing(*args, **kwargs):
         with lock:
-            count[0] += 1
-            if count[0] == call:
+            count[0] += threading.current_thread() is not threading.main_thread()
+            if count[0] == call and not died:
                 died.append(threading.current_thread().name)
                 raise RuntimeError(f"boom in {name}")
         return inner(*args, **kwargs)
