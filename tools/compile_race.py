@@ -239,12 +239,13 @@ def kind_of(error):
     return f"other: {type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:80]}"
 
 
-def child(settings, fix, new_length_at, seed):
-    """One run in this process; the last line says how every thread ended."""
+def child(settings, fix, new_length_at, seed, began):
+    """One run in this process, started at time() `began`; the last line says how every thread ended."""
     globals().update(settings)
     sys.setswitchinterval(SWITCH_S)
     faulthandler.enable()
-    faulthandler.dump_traceback_later(0.9 * TIMEOUT_S)  # where it hangs, before one_run() kills it
+    # where it hangs, before one_run() kills it; imports alone may take many seconds
+    faulthandler.dump_traceback_later(max(1.0, 0.9 * TIMEOUT_S - (time.time() - began)))
     torch.manual_seed(seed)
     race = Race(fix, new_length_at)
     for i, device in enumerate(race.devices):
@@ -267,7 +268,7 @@ def child(settings, fix, new_length_at, seed):
 
 def one_run(fix, new_length_at, seed):
     """One cold run in a fresh process -> {fix, later, text, kinds {thread: failure}, steps, names, fla}."""
-    what = json.dumps([{name: globals()[name] for name in SETTINGS}, fix, new_length_at, seed])
+    what = json.dumps([{name: globals()[name] for name in SETTINGS}, fix, new_length_at, seed, time.time()])
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache, \
             open(f"{cache}/log", "w+", errors="replace") as log:
         env = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
