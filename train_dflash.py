@@ -215,10 +215,10 @@ def need_devices(name, devices):
 
 # ------------------------------------------------------------------------------------------ the data
 
-def read_conversations(spec, tokenizer, what, vocab, out=None):
+def read_conversations(spec, tokenizer, what, vocab, out=None, tick=lambda: None):
     """DATA or EVAL_DATA -> Conversations (tools/conversations.py), from the cache after the first time."""
     settings = Settings(tokenizer, SEQ_LEN, CHAT_TEMPLATE_KWARGS, vocab)
-    return build_conversations(spec, settings, MAX_BAD_SHARE, what, out)
+    return build_conversations(spec, settings, MAX_BAD_SHARE, what, out, tick)
 
 
 # ------------------------------------------------------------------------------------------ the target
@@ -667,6 +667,8 @@ class Run(flex_utils.Crew):
     def save_if_due(self, w, plan):
         best, self.fresh_best = self.fresh_best and plan.evaluate, False
         last = self.ending or not plan.rows
+        if best and plan.step == self.first and not self.machines.rank:  # on the disk since before the resume
+            self.saver.point_best(plan.step)
         if plan.step > self.first and (best or last or plan.step % SAVE_EVERY == 0):
             self.read_ring(w, plan.step)
             if self.machines.rank:
@@ -821,8 +823,8 @@ def preflight(run):
 def read_data(run, tokenizer, vocab):
     """Rows to train on and rows to evaluate on, before any GPU work."""
     run.train_rows = RowStream(
-        read_conversations(DATA, tokenizer, "DATA", vocab, run.out), SEQ_LEN, NUM_ANCHORS, SEED)
-    run.eval_rows = EvalRows(read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", vocab, run.out),
+        read_conversations(DATA, tokenizer, "DATA", vocab, run.out, run.tick), SEQ_LEN, NUM_ANCHORS, SEED)
+    run.eval_rows = EvalRows(read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", vocab, run.out, run.tick),
                              SEQ_LEN) if EVAL_EVERY else None
     if run.eval_rows:
         warn_of_overlap(run.train_rows.conversations, run.eval_rows.conversations)
@@ -886,8 +888,10 @@ def starting_point(run):
     if found:
         path, info, state = found
         check_resume(path, info, run)
-        checkpoints.truncate_lines(run.out, info["step"])
+        checkpoints.truncate_lines(run.out, info["step"], info["evaluated"])
         print(f"resuming from {path}, step {info['step']}")
+        if info["best"] and info["best"]["step"] == info["step"]:  # a kill can come before its link
+            run.saver.point_best(info["step"])
         return (info["step"], info["evaluated"], {name: info[name] for name in run.kept}), state
     checkpoints.truncate_lines(run.out, -1)  # of a run that was killed before its first save
     if INIT_FROM:
@@ -996,15 +1000,17 @@ def run_threads(run):
     drafters = [start_thread(f"drafter-{d}", run.guarded, drafter_worker, run, d)
                 for d in range(len(DRAFTER_DEVICES))]
     for thread in drafters:
-        while thread.is_alive():
+        while thread.is_alive() and not run.stop.is_set():
             thread.join(0.2)  # short, so that this thread sees signals
     run.saver.wait()
     run.stop.set()
     for thread in (*targets, *drafters):
         thread.join(10)
         if thread.is_alive():
-            print(f"thread {thread.name} does not end; leaving without it", flush=True)
-            os._exit(EXIT_ERROR)
+            run.say(f"thread {thread.name} does not end; leaving without it")
+            code = finish(run)  # says what ended the run
+            sys.stdout.flush()
+            os._exit(code or EXIT_ERROR)
 
 
 @contextmanager

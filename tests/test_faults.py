@@ -515,6 +515,10 @@ def truncate(path):
     os.truncate(path, path.stat().st_size - 7)
 
 
+def no_object(path):
+    path.write_text("[]")
+
+
 def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) * 2 // 3] ^= 4
@@ -523,7 +527,8 @@ def flip(path):
 
 DAMAGE = [(truncate, "model.safetensors"), (flip, "model.safetensors"), (flip, "trainer.safetensors"),
           (os.unlink, "config.json"), (truncate, "trainer.safetensors"), (os.unlink, "trainer.safetensors"),
-          (os.unlink, "trainer.json"), (truncate, "trainer.json"), (os.unlink, "model.safetensors")]
+          (os.unlink, "trainer.json"), (truncate, "trainer.json"), (no_object, "trainer.json"),
+          (os.unlink, "model.safetensors")]
 
 
 @pytest.mark.parametrize("damage, name", DAMAGE)
@@ -714,3 +719,119 @@ def test_every_checkpoint_is_servable_and_holds_nothing_else(undisturbed):
         info, state = checkpoints.read_checkpoint(path)
         assert info["step"] == int(path.name[5:]) and common.config_of(path)["model_type"] == "qwen3"
         assert all(t.dtype == torch.float32 for t in state.values())
+
+
+# --------------------------------------------------------------------------- a folder that was meddled with
+
+
+def test_a_signal_where_an_evaluation_is_due_keeps_the_best(tmp_path, monkeypatch):
+    """The resumed run evaluates the step that is on the disk already: `best` has to point at it."""
+    settings = dict(STEPS=8, EVAL_EVERY=4, SAVE_EVERY=4, KEEP=1)
+    taus(monkeypatch, [1.0, 3.0, 2.0])
+    with monkeypatch.context() as patch:
+        signal_at(patch, signal.SIGTERM, 8)  # the last row of step 4
+        assert train(tmp_path / "o", **settings) == 143
+    assert not (tmp_path / "o" / "best").exists()
+    out = straight(tmp_path / "o", **settings)
+    assert [(m["step"], m["tau"]) for m in eval_lines(out)] == [(0, 1.0), (4, 3.0), (8, 2.0)]
+    assert os.readlink(out / "best") == "step_00000004" and (out / "best").is_dir()
+
+
+def test_an_evaluation_that_no_checkpoint_knows_is_listed_once(tmp_path, monkeypatch):
+    """A finished run evaluated again, e.g. after a signal at its last step."""
+    with monkeypatch.context() as patch:
+        signal_at(patch, signal.SIGTERM, 8)
+        assert train(tmp_path / "o", STEPS=4, EVAL_EVERY=4) == 143
+    for _ in range(2):
+        out = straight(tmp_path / "o", STEPS=4, EVAL_EVERY=4)
+        assert [m["step"] for m in eval_lines(out)] == [0, 4]
+
+
+def test_a_best_whose_link_a_kill_prevented(tmp_path, monkeypatch):
+    taus(monkeypatch, [1.0, 1.5, 3.0, 2.0])
+    settings = dict(STEPS=6, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=1)
+    out = straight(tmp_path / "o", **settings, STOP_AT=4)
+    checkpoints.point(out / "best", out / "step_00000002")
+    straight(out, **settings)
+    assert os.readlink(out / "best") == "step_00000004" and (out / "best").is_dir()
+
+
+@pytest.mark.parametrize("form", ["{out}/step_00000004", "./step_00000004", "elsewhere"])
+def test_a_latest_of_another_form_is_no_fresh_start(tmp_path, capfd, undisturbed, form):
+    out = straight(tmp_path / "o", **SHAPE, STOP_AT=4)
+    (out / "elsewhere").mkdir()
+    (out / "latest").unlink()
+    (out / "latest").symlink_to(form.format(out=out))
+    capfd.readouterr()
+    straight(out, **SHAPE)
+    assert "step_00000004, step 4" in printed(capfd)
+    assert untimed(out) == untimed(undisturbed)
+
+
+@pytest.mark.parametrize("name", ["latest", "best"])
+def test_a_copied_link_is_said_before_anything_is_trained(tmp_path, capfd, name):
+    """`cp -rL` and `rsync -L` make directories of the links: no save could replace them."""
+    out = straight(tmp_path / "o", **SHAPE, STOP_AT=2)
+    (out / name).unlink(missing_ok=True)
+    shutil.copytree(out / "step_00000002", out / name)
+    capfd.readouterr()
+    assert train(out, **SHAPE) == 2
+    one_line(capfd, out / name)
+
+
+def test_copies_and_links_among_the_checkpoints(tmp_path):
+    """A copy called step_9 takes no checkpoint's place; a checkpoint moved away goes as its link."""
+    out = straight(tmp_path / "o", STEPS=6, SAVE_EVERY=2, KEEP=1, STOP_AT=2)
+    shutil.copytree(out / "step_00000002", out / "step_9")
+    (out / "step_00000002").rename(tmp_path / "moved")
+    (out / "step_00000002").symlink_to(tmp_path / "moved")
+    straight(out, STEPS=6, SAVE_EVERY=2, KEEP=1)
+    assert sorted(p.name for p in out.glob("step_*")) == ["step_00000006", "step_9"]
+    assert (tmp_path / "moved" / "config.json").exists()
+    complete(out)
+
+
+HALVES = b'{"step": 4, "tau_by_source": {"a": 1.0}', b'{"step": 3\xff\xfe', b"{}", b"3}"
+
+
+@pytest.mark.parametrize("tail", HALVES)
+def test_half_a_line_of_metrics_does_not_stop_a_resume(tmp_path, undisturbed, tail):
+    out = straight(tmp_path / "o", **SHAPE, STOP_AT=2)
+    with open(out / "metrics.jsonl", "ab") as file:
+        file.write(tail)
+    straight(out, **SHAPE)
+    assert untimed(out) == untimed(undisturbed)
+
+
+# ------------------------------------------------------------------------------ what no thread waits for
+
+
+def _die_beside(name, stuck):
+    """Target 0 dies at row 8 while the thread `stuck` spends a minute in `name`, as in a long compile."""
+    def hung(*args, inner=getattr(trainer, name)):
+        if threading.current_thread().name == stuck and args[2].index >= 2:  # past its first step
+            time.sleep(60)
+        return inner(*args)
+    setattr(trainer, name, hung)
+
+    def dies(decoder, taps, row, *args, inner=trainer.target_features):
+        if threading.current_thread().name == "target-0" and row.index >= 8:  # drafter 0 has begun row 2
+            raise RuntimeError("boom in target_features")
+        return inner(decoder, taps, row, *args)
+    trainer.target_features = dies
+
+
+@pytest.mark.parametrize("name, stuck", [("micro_step", "drafter-0"), ("target_features", "target-1")])
+def test_a_death_beside_a_busy_thread_is_said_within_seconds(tmp_path, name, stuck):
+    child = start(tmp_path / "o", _die_beside, (name, stuck), **dict(SHAPE, EVAL_EVERY=0), **threads(2, 2))
+    code, text = child.code(50), child.text()
+    assert code == 1 and f"thread {stuck} does not end" in text, text[-3000:]
+    assert "ERROR in thread target-0: Traceback" in text and "boom in target_features" in text, text[-3000:]
+
+
+def test_tokenising_ticks_the_watchdog(tmp_path):
+    """One tick for each 128 lines: a large file may take longer than STALL_S."""
+    data, ticks = data_file("many", 1000), []
+    vocab = dict(vocab=VOCAB, tick=lambda: ticks.append(0))
+    trainer.read_conversations(data, None, "DATA", **vocab)
+    assert len(ticks) == 8

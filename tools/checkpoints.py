@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import threading
 from contextlib import contextmanager
@@ -153,12 +154,14 @@ def read_checkpoint(path):
             if found != expected:
                 raise ValueError(f"{name} has size and checksum {found}, expected {expected}")
         return info, load_file(path / "trainer.safetensors")
-    except (OSError, KeyError, json.JSONDecodeError, safetensors.SafetensorError) as e:
+    except (OSError, KeyError, TypeError, json.JSONDecodeError, safetensors.SafetensorError) as e:
         raise ValueError(f"{type(e).__name__}: {e}") from None
 
 
 def step_directories(out):
-    return sorted((p for p in out.glob("step_*") if p.is_dir() and p.name[5:].isdigit()), reverse=True)
+    """Newest first; names as write_checkpoint gives them, so that a copy called step_5 is left alone."""
+    found = (p for p in out.glob("step_*") if p.is_dir() and re.fullmatch(r"step_[0-9]{8}", p.name))
+    return sorted(found, reverse=True)
 
 
 def find_checkpoint(out, resume):
@@ -166,9 +169,11 @@ def find_checkpoint(out, resume):
     if resume not in ("auto", "no"):
         with refusing(f"RESUME = {resume}: not a complete checkpoint of this trainer", ValueError):
             return Path(resume), *read_checkpoint(Path(resume))
-    found = step_directories(out)
-    if (out / "latest").exists():  # newer ones were left behind by a run that went back to it
-        found = [p for p in found if p.name <= os.readlink(out / "latest")]
+    for link in (out / "latest", out / "best"):
+        need(link.is_symlink() or not link.exists(), f"OUT = {out}: {link} is no symlink (a copy?): move it")
+    found, latest = step_directories(out), (out / "latest").resolve()
+    # newer ones were left behind by a run that went back to it; a link that leads elsewhere says nothing
+    found = found[next((i for i, p in enumerate(found) if p.resolve() == latest), 0):]
     need(resume == "auto" or not found and not (out / "metrics.jsonl").exists(),
          f"RESUME = no, but OUT = {out} holds a run already: choose another OUT, or RESUME=auto")
     for path in found:
@@ -216,7 +221,14 @@ class Saver:
         left = [p for p in found if int(p.name[5:]) > step]
         for old in left + found[len(left) + self.keep:]:
             if old.name != best:
-                shutil.rmtree(old)
+                old.unlink() if old.is_symlink() else shutil.rmtree(old)
+
+    def point_best(self, step):
+        """A step that is on the disk already is the best so far."""
+        path = self.run.out / f"step_{step:08d}"
+        if path.is_dir():  # RESUME may name another folder's
+            with refusing(f"OUT = {self.run.out}: can't be written", OSError):
+                point(self.run.out / "best", path)
 
     def wait(self):
         if self.thread:
@@ -260,11 +272,17 @@ def append_text(path, text):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def truncate_lines(out, step):
-    """Lines of steps that will be trained again leave the metrics and the list of bad steps."""
+def truncate_lines(out, step, evaluated=None):
+    """What will be trained or evaluated again leaves the metrics and the list of bad steps."""
+    def stays(line):
+        try:
+            values = json.loads(line)
+            return values["step"] < step + ("eval_loss" not in values or evaluated == step)
+        except (ValueError, TypeError, KeyError):  # half a line
+            return False
+
     for path in filter(Path.exists, (out / "metrics.jsonl", out / "bad_steps.jsonl")):
-        lines = [x for x in path.read_text().splitlines() if x.endswith("}")]
-        lines = [x for x in lines if json.loads(x)["step"] <= step]
+        lines = [x for x in path.read_text(errors="replace").splitlines() if stays(x)]
         with refusing(f"OUT = {out}: can't be written", OSError):
             path.with_suffix(".new").write_text("".join(x + "\n" for x in lines))
             os.replace(path.with_suffix(".new"), path)

@@ -551,11 +551,11 @@ class Settings(NamedTuple):
     vocab: int               # token ids are below it
 
 
-def build_conversations(spec, settings, max_bad_share, what="DATA", out=None):
+def build_conversations(spec, settings, max_bad_share, what="DATA", out=None, tick=lambda: None):
     """Files -> Conversations: tokenised once, then from the cache. UserError for too many malformed lines.
 
     stats: lines, rows, tokens, supervised, bad, thin (counts), reasons and sources (counts by name).
-    `out`: the run's directory, for bad_rows.jsonl.
+    `out`: the run's directory, for bad_rows.jsonl. `tick` is called as lines are done.
     """
     files = resolve_files(spec, what)
     if settings.tokenizer is not None and not settings.tokenizer.is_fast:
@@ -564,7 +564,7 @@ def build_conversations(spec, settings, max_bad_share, what="DATA", out=None):
     directory = root / f"tokens_{cache_key(files, settings)}"
     if not directory.exists():
         try:
-            build_cache(directory, files, what, settings)
+            build_cache(directory, files, what, settings, tick)
         except OSError as e:
             raise UserError(f"the token cache can't be written: {e}; XDG_CACHE_HOME moves it") from None
         except BrokenProcessPool:
@@ -588,7 +588,7 @@ def cache_key(files, settings):
     return key.hexdigest()[:24]
 
 
-def build_cache(directory, files, what, settings):
+def build_cache(directory, files, what, settings, tick):
     """Tokenise into a directory of another name, renamed when all is on the disk: never a killed build."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     for left in directory.parent.glob("tokens_*.tmp"):
@@ -599,7 +599,7 @@ def build_cache(directory, files, what, settings):
     try:
         with open(tmp / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            write_cache(tmp, tokenise_files(files, what, settings))
+            write_cache(tmp, tokenise_files(files, what, settings), tick)
             for name in os.listdir(tmp):
                 with open(tmp / name, "rb") as file:
                     os.fsync(file.fileno())
@@ -618,13 +618,14 @@ def locked(tmp):
         return True
 
 
-def write_cache(tmp, results):
+def write_cache(tmp, results, tick):
     """All that Conversations reads. The tokens stream to the disk, in the order of the lines."""
     rows, numbers, reasons, thin = [], {"": 0}, Counter(), 0
     digest = hashlib.blake2b(digest_size=12)
     with (open(tmp / "ids.bin", "wb") as ids, open(tmp / "turn.bin", "wb") as turn,
           open(tmp / "bad.jsonl", "w") as bad):
         for used, bad_rows, thin_rows in results:
+            tick()
             for c in used:
                 for part, file in ((c.ids, ids), (c.turn, turn)):
                     file.write(part.tobytes())
