@@ -184,11 +184,11 @@ def check_settings():
                  "STOP_AT", "ROWS_PER_STEP", "LR", "CLIP", "GAMMA", "LOSS_CHUNK", "QUEUE_DEPTH", "LOG_EVERY",
                  "SAVE_EVERY", "KEEP", "STALL_S", "K_BAD", "MAX_NEW_TOKENS"):
         value = globals()[name]
-        need(value is None or value > 0, f"{name} = {value}: must be above 0")
+        need(value is None or 0 < value < math.inf, f"{name} = {value}: must be a number above 0")
     for name, ok, wanted in (
             ("BLOCK_SIZE", BLOCK_SIZE >= 2, "must be 2 or more, the anchor and at least one drafted token"),
             ("EVAL_EVERY", EVAL_EVERY >= 0, "0 (never) or above"),
-            ("SEED", SEED >= 0, "0 or above"),
+            ("SEED", 0 <= SEED < 2**63, "0 or above, below 2**63"),
             ("TEMPERATURE", TEMPERATURE >= 0, "0 (greedy) or above"),
             ("WARMUP", 0 <= WARMUP < 1, "a share of the horizon, 0 <= WARMUP < 1"),
             ("MAX_BAD_SHARE", 0 <= MAX_BAD_SHARE <= 1, "a share, 0 to 1"),
@@ -795,7 +795,7 @@ def preflight(run):
     """What would fail late is said before anything slow: compiler, disk, host memory, files."""
     for name in ("DATA", "EVAL_DATA") if EVAL_EVERY else ("DATA",):
         resolve_files(globals()[name], name)
-    for part in run.out.glob(".part_*"):
+    for part in run.out.glob(".part_step_*"):
         print(f"{part} is a save that was cut off: removed, the complete one before it counts")
         shutil.rmtree(part)
     if COMPILE and any(d.startswith("cuda") for d in DRAFTER_DEVICES):

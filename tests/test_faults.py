@@ -701,6 +701,37 @@ def test_the_best_survives_a_resume(tmp_path, monkeypatch):
     assert os.readlink(out / "best") == "step_00000002"
 
 
+def test_a_best_that_could_not_be_saved_is_not_the_best(tmp_path, monkeypatch):
+    """The disk is full at step 4; step 6, better than all that is on the disk, becomes the best."""
+    taus(monkeypatch, [1.0, 1.5, 3.0, 2.9, 2.8])
+    inner = checkpoints.write_checkpoint
+
+    def full_at_four(out, step, *rest):
+        if step == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return inner(out, step, *rest)
+    monkeypatch.setattr(checkpoints, "write_checkpoint", full_at_four)
+    inside = trainer.Run.save_if_due
+
+    def and_wait(run, w, plan):  # else the next evaluation may come first
+        inside(run, w, plan)
+        run.saver.wait()
+    monkeypatch.setattr(trainer.Run, "save_if_due", and_wait)
+    out = straight(tmp_path / "o", STEPS=8, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=1)
+    assert os.readlink(out / "best") == "step_00000006" and (out / "best").is_dir()
+
+
+def test_another_run_is_not_resumed_into_a_run(tmp_path, capfd):
+    first = straight(tmp_path / "a", STEPS=4, SAVE_EVERY=2)
+    other = straight(tmp_path / "b", STEPS=4, SAVE_EVERY=2, STOP_AT=2)
+    before = {p.name for p in first.iterdir()}
+    capfd.readouterr()
+    assert train(first, STEPS=4, RESUME=other / "step_00000002") == 2
+    one_line(capfd, f"RESUME = {other}", f"OUT = {first} holds another run")
+    assert {p.name for p in first.iterdir()} == before
+    straight(tmp_path / "c", STEPS=4, RESUME=other / "step_00000002")  # a new folder takes it
+
+
 def test_rotation_never_removes_what_was_just_saved(tmp_path):
     """A damaged step 6 stays the highest number while the run goes on from step 2 and saves step 3."""
     out = straight(tmp_path / "o", STEPS=8, SAVE_EVERY=2, KEEP=4, STOP_AT=6)

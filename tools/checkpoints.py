@@ -166,7 +166,10 @@ def step_directories(out):
 
 def find_checkpoint(out, resume):
     """RESUME -> (path, info, state) or None. A damaged newest one is named, and the one before it is used."""
+    held = step_directories(out) or (out / "metrics.jsonl").exists()
     if resume not in ("auto", "no"):
+        need(not held or Path(resume).resolve().parent == out.resolve(), f"RESUME = {resume}, but OUT = {out} "
+             "holds another run: choose another OUT, or RESUME=auto")
         with refusing(f"RESUME = {resume}: not a complete checkpoint of this trainer", ValueError):
             return Path(resume), *read_checkpoint(Path(resume))
     for link in (out / "latest", out / "best"):
@@ -174,7 +177,7 @@ def find_checkpoint(out, resume):
     found, latest = step_directories(out), (out / "latest").resolve()
     # newer ones were left behind by a run that went back to it; a link that leads elsewhere says nothing
     found = found[next((i for i, p in enumerate(found) if p.resolve() == latest), 0):]
-    need(resume == "auto" or not found and not (out / "metrics.jsonl").exists(),
+    need(resume == "auto" or not held,
          f"RESUME = no, but OUT = {out} holds a run already: choose another OUT, or RESUME=auto")
     for path in found:
         try:
@@ -183,6 +186,14 @@ def find_checkpoint(out, resume):
             print(f"checkpoint {path} is damaged ({e}): using the one before it")
     need(not found, f"OUT = {out}: its {len(found)} checkpoints are all damaged; move them to start anew")
     return None
+
+
+def best_of(out):
+    """{step, tau} of OUT/best, or None."""
+    try:
+        return json.loads((out / "best" / "trainer.json").read_text())["best"]
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 class Saver:
@@ -211,6 +222,8 @@ class Saver:
         except (OSError, safetensors.SafetensorError) as e:
             self.failed = f"checkpoint of step {step} could not be written: {e}"
             shutil.rmtree(out / f".part_step_{step:08d}", ignore_errors=True)
+            if best:  # the best that there is
+                self.run.kept["best"] = best_of(out)
             self.run.say(f"WARNING: {self.failed}; training goes on, the next save tries again")
         self.run.tick()
 

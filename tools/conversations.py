@@ -129,6 +129,7 @@ def parse_line(row):
     if not isinstance(row, dict):
         raise BadRow(f"a JSON object is expected, this is a {type(row).__name__}")
     source = row["source"] if isinstance(row.get("source"), str) else ""
+    source = source.encode(errors="replace").decode()  # half a surrogate pair can't be printed
     known = {"source": source, "finish_reason": row.get("finish_reason")}
     if "input_ids" in row or "loss_mask" in row:
         return {**parse_ids(row.get("input_ids"), row.get("loss_mask")), **known}
