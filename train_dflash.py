@@ -18,7 +18,8 @@ The data path, in order (each name is a function below):
 Words: an ANCHOR is a token of an answer whose BLOCK, itself and K-1 masks (SLOTS), the drafter fills in from
 the target's hidden states (at the TAPS, some of its layers) of the tokens before it; a ROW is SEQ_LEN packed
 context tokens with NUM_ANCHORS anchors; a MICRO-STEP is forward and backward of one row; a STEP is one
-optimiser step over ROWS_PER_STEP rows, whichever drafters had them. Under torchrun each of M machines does this with its own share of M*R rows, and `average` adds up over machines too.
+optimiser step over ROWS_PER_STEP rows, whichever drafters had them. Under torchrun each of M machines does
+this with its own share of M*R rows, and `average` adds up over machines too.
 Shapes: S = SEQ_LEN, N = NUM_ANCHORS, K = BLOCK_SIZE, D hidden size, L tapped layers, R = ROWS_PER_STEP.
 
 What it imports:

@@ -56,7 +56,8 @@ def run(name, settings):
     if code or not evals or not steps:
         return f"| {name} | failed, exit {code} | | | | | {time.time() - began:.0f} |"
     best = max(evals, key=lambda x: x["tau"])
-    return (f"| {name} | {evals[-1]['tau']:.3f} | {best['tau']:.3f} ({best['step']}) | {evals[-1]['eval_loss']:.4f} | "
+    last = evals[-1]
+    return (f"| {name} | {last['tau']:.3f} | {best['tau']:.3f} ({best['step']}) | {last['eval_loss']:.4f} | "
             f"{steps[-1]['loss']:.4f} | {steps[-1]['step_ms']:.0f} | {time.time() - began:.0f} |")
 
 

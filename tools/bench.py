@@ -31,7 +31,8 @@ import typing
 from pathlib import Path
 
 import torch
-from bench_rig import SHAPES, Meter, Rig, Steps, free, loop_ms, specforge_steps, table  # puts the trainer on the path
+from bench_rig import (  # puts the trainer on the path
+    SHAPES, Meter, Rig, Steps, free, loop_ms, specforge_steps, table)
 
 import flex_utils
 import model_drafter as md
@@ -255,7 +256,8 @@ def two_drafters(bench):
         step, reduce = in_threads(run, workers)
         fused = bench.results.get("fused")  # one drafter alone with as many rows a step
         one = (rows - 1) * fused.row + fused.step if fused else math.nan
-        bench.note(f"two drafters, {rows} rows each a step{f', a link of {gbs:g} GB/s emulated' if gbs else ''}: "
+        link = f", a link of {gbs:g} GB/s emulated" if gbs else ""
+        bench.note(f"two drafters, {rows} rows each a step{link}: "
                    f"step {step:.1f} ms, {2 * one / step:.2f} x the tokens/s of one, "
                    f"average {reduce:.1f} ms of it exposed")
     td.ROWS_PER_STEP = 1
@@ -286,8 +288,8 @@ def loop(bench):
     nothing, real rows, slots, queues, hand-offs, barriers, statistics and log."""
     for rows in (3, 12):
         ms = loop_ms(rows)
-        bench.note(f"loop, 5 + 3 threads, devices that do nothing, {rows} rows of {td.SEQ_LEN} tokens a step: "
-                   f"{ms:.2f} ms of CPU a step")
+        bench.note(f"loop, 5 + 3 threads, devices that do nothing, {rows} rows of {td.SEQ_LEN} tokens a "
+                   f"step: {ms:.2f} ms of CPU a step")
 
 
 # ------------------------------------------------------------------------------------------------------- main

@@ -272,7 +272,8 @@ def specforge_steps(rig, items):
     fp32 masters, clip 0.5. On a CPU sdpa, since flex_attention has no backward there."""
     from transformers import Qwen3Config
     (online, draft, adam), c, device = import_specforge(), rig.config(), rig.device
-    config, backend = Qwen3Config(**checkpoints.config_json(c)), "flex_attention" if device.type == "cuda" else "sdpa"
+    config = Qwen3Config(**checkpoints.config_json(c))
+    backend = "flex_attention" if device.type == "cuda" else "sdpa"
     config._attn_implementation = backend
     with device:
         model = online(draft(config), rig.head.linear, rig.embed, c.mask_token_id, c.block_size, backend,

@@ -168,8 +168,8 @@ def find_checkpoint(out, resume):
     """RESUME -> (path, info, state) or None. A damaged newest one is named, and the one before it is used."""
     held = step_directories(out) or (out / "metrics.jsonl").exists()
     if resume not in ("auto", "no"):
-        need(not held or Path(resume).resolve().parent == out.resolve(), f"RESUME = {resume}, but OUT = {out} "
-             "holds another run: choose another OUT, or RESUME=auto")
+        need(not held or Path(resume).resolve().parent == out.resolve(),
+             f"RESUME = {resume}, but OUT = {out} holds another run: choose another OUT, or RESUME=auto")
         with refusing(f"RESUME = {resume}: not a complete checkpoint of this trainer", ValueError):
             return Path(resume), *read_checkpoint(Path(resume))
     for link in (out / "latest", out / "best"):

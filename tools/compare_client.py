@@ -1,6 +1,6 @@
 """Does z-lab's client accept what the trainer's walk says? Decodes with `dflash`, then walks the same ids.
 
-    python tools/compare_client.py CKPT=<checkpoint> TARGET=<dir> DATA=<answers.jsonl> [N=100] [OUT=client.txt]
+    python tools/compare_client.py CKPT=<checkpoint> TARGET=<dir> DATA=<answers.jsonl> [N=100] [OUT=file]
 
 Per prompt: the client's ids against plain greedy decoding in fp32 on the CPU; over all answers that ended by
 themselves: the client's mean acceptance against `train_dflash.py eval` on the ids that the client produced.
@@ -46,7 +46,8 @@ def decode(settings):
             n = prompt.shape[1]
             rows.append({"input_ids": ids, "loss_mask": [0] * n + [1] * (len(ids) - n)})
             lengths += out.acceptance_lengths
-        print(f"{done}: {len(plain[0]) - prompt.shape[1]} tokens, {len(out.acceptance_lengths)} passes", flush=True)
+        print(f"{done}: {len(plain[0]) - prompt.shape[1]} tokens, {len(out.acceptance_lengths)} passes",
+              flush=True)
     return rows, lengths, done, unequal
 
 
@@ -57,11 +58,13 @@ def main(argv):
         f.write("".join(json.dumps(r) + "\n" for r in rows))
         f.flush()
         same = [f"{name}={settings[name]}" for name in ("CKPT", "TARGET")]
-        out = subprocess.run([sys.executable, str(TRAINER), "eval", *same, f"EVAL_DATA={f.name}", "TARGET_DEVICES=cpu",
-                              "SEQ_LEN=512", "NUM_ANCHORS=256"], capture_output=True, text=True, check=True).stdout
+        command = [sys.executable, str(TRAINER), "eval", *same, f"EVAL_DATA={f.name}", "TARGET_DEVICES=cpu",
+                   "SEQ_LEN=512", "NUM_ANCHORS=256"]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     ours, theirs = json.loads(out.splitlines()[-1])["tau"], sum(lengths) / len(lengths)
-    text = (f"{done} prompts, {unequal} answers differ from plain greedy; {len(rows)} ended by themselves: client "
-            f"{theirs:.6f} tokens a pass over {len(lengths)} passes, the trainer's walk on the same ids {ours:.6f}")
+    text = (f"{done} prompts, {unequal} answers differ from plain greedy; {len(rows)} ended by themselves: "
+            f"client {theirs:.6f} tokens a pass over {len(lengths)} passes, the trainer's walk on the same ids "
+            f"{ours:.6f}")
     print(text)
     if settings["OUT"]:
         Path(settings["OUT"]).write_text(text + "\n")

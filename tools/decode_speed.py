@@ -46,9 +46,9 @@ def main(words):
         equal, passes = equal + torch.equal(plain, answer), passes + len(produced)
     rates = [k / s for k, s in zip(tokens, seconds)]
     card = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "CPU"
-    print(f"{card}, torch {torch.__version__}, {model.dtype}: {n} prompts, plain greedy {rates[0]:.1f} tokens/s, "
-          f"speculative {rates[1]:.1f} tokens/s, {rates[1] / rates[0]:.2f} x; {(tokens[1] - n) / passes:.3f} tokens "
-          f"a pass; {equal} answers equal")
+    print(f"{card}, torch {torch.__version__}, {model.dtype}: {n} prompts, plain greedy {rates[0]:.1f} "
+          f"tokens/s, speculative {rates[1]:.1f} tokens/s, {rates[1] / rates[0]:.2f} x; "
+          f"{(tokens[1] - n) / passes:.3f} tokens a pass; {equal} answers equal")
     return 0
 
 
