@@ -651,18 +651,20 @@ class Run(flex_utils.Crew):
             total.add(sums)
         metrics = total.metrics()
         loss, tau = metrics["eval_loss"], metrics["tau"]
-        self.record({"step": step, **metrics})
+        finite = math.isfinite(loss)
+        self.record({"step": step, **metrics, "eval_loss": loss if finite else None})  # JSON has no NaN
         self.say(f"eval step {step} | eval_loss {loss:.4f} | tau {tau:.3f} | acc_k "
                  + " ".join(f"{a:.3f}" for a in metrics["acc_k"]))
         kept["evaluated"] = step
         self.fresh_best = step > 0 and (kept["best"] is None or tau > kept["best"]["tau"])
         if self.fresh_best:
             kept["best"] = {"step": step, "tau": tau}
-        if low is not None and loss > 1.001 * low["eval_loss"] and not kept["turned"]:  # more than rounding
+        # more than rounding
+        if finite and low is not None and loss > 1.001 * low["eval_loss"] and not kept["turned"]:
             kept["turned"] = True
             self.say(f"held-out loss turned: {low['eval_loss']:.4f} at step {low['step']}, now {loss:.4f}; "
                      f"the best by tau is kept as {Path(OUT) / 'best'}")
-        if low is None or loss < low["eval_loss"]:
+        if finite and (low is None or loss < low["eval_loss"]):
             kept["low_loss"] = {"step": step, "eval_loss": loss}
 
     def save_if_due(self, w, plan):

@@ -426,7 +426,11 @@ def test_ctrl_c_before_training_has_begun(tmp_path, monkeypatch, capfd):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(9)
     monkeypatch.setattr(trainer, "load_target", load_target)
-    assert train(tmp_path / "o", **SHAPE) == 130
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        assert train(tmp_path / "o", **SHAPE) == 130
+    finally:
+        signal.signal(signal.SIGINT, old)
     one_line(capfd, "interrupted")
 
 
@@ -719,6 +723,15 @@ def test_a_best_that_could_not_be_saved_is_not_the_best(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer.Run, "save_if_due", and_wait)
     out = straight(tmp_path / "o", STEPS=8, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=1)
     assert os.readlink(out / "best") == "step_00000006" and (out / "best").is_dir()
+
+
+def test_a_held_out_loss_that_is_no_number_is_written_as_none(tmp_path, monkeypatch):
+    """JSON has no NaN, and it is no lowest loss either."""
+    inner, left = trainer.EvalSums.metrics, [3.0, float("nan"), 2.0, 2.5]
+    monkeypatch.setattr(trainer.EvalSums, "metrics", lambda sums: {**inner(sums), "eval_loss": left.pop(0)})
+    out = straight(tmp_path / "o", STEPS=6, EVAL_EVERY=2)
+    assert [m["eval_loss"] for m in eval_lines(out)] == [3.0, None, 2.0, 2.5]
+    assert "held-out loss turned: 2.0000 at step 4, now 2.5" in (out / "train.log").read_text()
 
 
 def test_another_run_is_not_resumed_into_a_run(tmp_path, capfd):
