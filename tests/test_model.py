@@ -385,23 +385,19 @@ def test_loss_and_gradient_equal_an_unchunked_fp64_loop(kind, cap, bias, form):
     assert got.ce.requires_grad is False
 
 
+def decay_reference(hidden, head, softcap, slots):
+    """The loop's result for problem(), decay weights with gamma 2."""
+    linear = head.linear
+    bias = 0.0 if linear.bias is None else linear.bias.double()
+    return reference(hidden.double(), linear.weight.double(), bias, softcap, slots.ids.tolist(), TURNS, ANCHORS,
+                     12, 4, "decay", 2.0)
+
+
 @pytest.mark.parametrize("form", ["checkpoint", "fused"])
 def test_without_gradient_the_loss_is_the_same(form):
     """Evaluation: the form must not matter there."""
     slots, head, hidden = problem(None, False)
-    want = reference(
-        hidden.double(),
-        head.linear.weight.double(),
-        0.0,
-        None,
-        slots.ids.tolist(),
-        TURNS,
-        ANCHORS,
-        12,
-        4,
-        "decay",
-        2.0,
-    )
+    want = decay_reference(hidden, head, None, slots)
     with torch.no_grad():
         got = row_loss(
             Fake(hidden[None], 4), nn.Embedding(61, 16), head, None, slots, dense_mask, spec(form=form)
@@ -416,19 +412,7 @@ def test_without_gradient_the_loss_is_the_same(form):
 def test_chunk_size_changes_nothing(chunk, form):
     slots, head, hidden = problem(3.0, True)
     slots = make_slots(LENGTHS, TURNS, ANCHORS, n_anchors=12, chunk=chunk)
-    want = reference(
-        hidden.double(),
-        head.linear.weight.double(),
-        head.linear.bias.double(),
-        3.0,
-        slots.ids.tolist(),
-        TURNS,
-        ANCHORS,
-        12,
-        4,
-        "decay",
-        2.0,
-    )
+    want = decay_reference(hidden, head, 3.0, slots)
     got = row_loss(
         Fake(hidden[None].requires_grad_(), 4),
         nn.Embedding(61, 16),
