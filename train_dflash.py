@@ -64,10 +64,10 @@ import model_drafter as md
 from flex_utils import UserError, need, refusing, start_thread
 from tools import checkpoints
 from tools import target as target_files
-from tools.conversations import Settings, build_conversations, resolve_files
+from tools.conversations import Settings, build_conversations, overlap, resolve_files
 from tools.devices import (
     Alone, HandOff, Machines, Stopwatch, check_pairs, receive, replica_of, sum_over_replicas, to_device)
-from tools.packing import EvalRows, Row, RowStream, inspect_data, plan_batches, run_length, target_shapes
+from tools.packing import EvalRows, Row, RowStream, inspect_data, plan_batches, target_shapes
 from tools.taps import Taps
 
 # ------------------------------------------------------------------ constants: they ARE the 8-GPU job
@@ -299,10 +299,9 @@ def target_worker(run, t):
 
 def make_slots(row, anchors, device):
     """All anchors of a row in groups of NUM_ANCHORS, at the one shape that is compiled."""
-    length = run_length(row.turn, row.doc)
     groups = [anchors[i:i + NUM_ANCHORS] for i in range(0, max(1, len(anchors)), NUM_ANCHORS)]
-    return [md.slots_of(row.ids, row.pos, row.doc_start, group, length, NUM_ANCHORS, BLOCK_SIZE, loss_chunk(),
-                        device) for group in groups]
+    return [md.slots_of(row.ids, row.pos, row.doc_start, group, row.run_length, NUM_ANCHORS, BLOCK_SIZE,
+                        loss_chunk(), device) for group in groups]
 
 
 def loss_chunk():
@@ -365,15 +364,11 @@ class Replica:
         rows = ROWS_PER_STEP * machines
         self.stats = torch.zeros(rows, 5, dtype=torch.float64, device=device)
         self.ring = torch.zeros(LOG_EVERY, rows + 1, 5, dtype=torch.float64, device=device)
+        self.layers = {}  # number, or "" -> names of its weights: one compiled update each
+        for n in self.params:
+            self.layers.setdefault(n.split(".")[1] if n.startswith("layers.") else "", []).append(n)
         self.jobs_seen, self.started, self.sums = 0, False, None
         self.copy_to_params()
-
-    def by_layer(self):
-        """[names of the weights of one layer]; last those of no layer."""
-        layers = {}
-        for name in sorted(self.params, key=lambda n: not n.startswith("layers.")):
-            layers.setdefault(name.split(".")[1] if name.startswith("layers.") else "", []).append(name)
-        return layers.values()
 
     @torch.no_grad()
     def copy_to_params(self):
@@ -393,7 +388,7 @@ class Replica:
         scale = denominator * (norm / CLIP).clamp(min=1.0)
         self.count += ~skip
         lr = torch.full((), lr, device=self.device)
-        for names in self.by_layer():
+        for names in self.layers.values():
             of_layer = [[d[n] for n in names] for d in (self.masters, self.weights, *self.moments.values())]
             grads = [self.params[n].grad for n in names]
             with GATE.work("update", str(self.device), *(g.shape for g in grads)):
@@ -487,7 +482,7 @@ def evaluate_row(w, item, sums):
     with GATE.work("eval", str(w.device), tuple(item.hidden.shape), item.hidden.dtype):
         results = [md.row_loss(w.drafter, w.embed, w.head, item.hidden, slots, w.make_mask, w.spec)
                    for slots in item.slots]
-    length = run_length(item.row.turn, item.row.doc)
+    length = item.row.run_length
     anchors, slot = np.flatnonzero(length >= 1), np.arange(BLOCK_SIZE)
     matches = np.zeros(len(length), dtype=np.int64)
     matches[anchors] = torch.cat([r.matches for r in results])[:len(anchors)].cpu().numpy()
@@ -827,27 +822,17 @@ def read_data(run, tokenizer, vocab):
     """Rows to train on and rows to evaluate on, before any GPU work."""
     run.train_rows = RowStream(
         read_conversations(DATA, tokenizer, "DATA", vocab, run.out, run.tick), SEQ_LEN, NUM_ANCHORS, SEED)
-    run.eval_rows = EvalRows(read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", vocab, run.out, run.tick),
-                             SEQ_LEN) if EVAL_EVERY else None
-    if run.eval_rows:
-        warn_of_overlap(run.train_rows.conversations, run.eval_rows.conversations)
+    run.eval_rows = None
+    if EVAL_EVERY:
+        run.eval_rows = EvalRows(
+            read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", vocab, run.out, run.tick), SEQ_LEN)
+        n, of = overlap(run.train_rows.conversations, run.eval_rows.conversations)
+        if n:
+            print(f"WARNING: {n} of {of} different conversations of EVAL_DATA = {EVAL_DATA} are in "
+                  f"DATA = {DATA} too: tau will flatter")
     run.horizon = STEPS or run.train_rows.total(EPOCHS) // run.step_rows
     need(run.horizon, f"DATA = {DATA}: EPOCHS = {EPOCHS} give too few rows, ROWS_PER_STEP = {ROWS_PER_STEP}")
     run.last = min(run.horizon, STOP_AT or run.horizon)
-
-
-def warn_of_overlap(train, held_out):
-    """Held-out conversations that are trained on, token for token."""
-    by_length = {}
-    for i in range(len(held_out)):
-        by_length.setdefault(len(held_out[i].ids), set()).add(held_out[i].ids.tobytes())
-    seen = set()
-    for i in np.flatnonzero(np.isin(train.lengths, list(by_length))):
-        ids = train[int(i)].ids
-        seen |= {ids.tobytes()} & by_length[len(ids)]
-    if seen:
-        print(f"WARNING: {len(seen)} of {sum(map(len, by_length.values()))} different conversations of "
-              f"EVAL_DATA = {EVAL_DATA} are in DATA = {DATA} too: tau will flatter")
 
 
 def check_machines(run):
@@ -1135,12 +1120,8 @@ def plain_greedy(model, ids, stop):
 
 
 @torch.no_grad()
-def generate():
-    """`generate CKPT=... PROMPT=...`: one prompt, plain greedy beside speculative. -> exit code."""
-    need(PROMPT.strip(), "PROMPT is empty: give the user's words")
-    model, tokenizer, w = open_checkpoint()
-    w.drafter.attend = flex_utils.attend_dense
-    ids, stop = prompt_ids(tokenizer, PROMPT, model.device), stop_tokens(model, tokenizer)
+def decode_both_ways(model, w, ids, stop):
+    """-> plain greedy answer, speculative answer, tokens produced by each pass, [seconds of either]."""
     times = [time.perf_counter()]
     plain = plain_greedy(model, ids, stop)
     times.append(time.perf_counter())
@@ -1149,7 +1130,16 @@ def generate():
         w.drafter, w.embed, w.head, model, model.get_decoder().layers, ids, MAX_NEW_TOKENS, stop, TEMPERATURE,
         generator)
     times.append(time.perf_counter())
-    plain_rate, rate = (len(x) / s for x, s in zip((plain, answer), np.diff(times)))
+    return plain, answer, produced, np.diff(times)
+
+
+def generate():
+    """`generate CKPT=... PROMPT=...`: one prompt, plain greedy beside speculative. -> exit code."""
+    need(PROMPT.strip(), "PROMPT is empty: give the user's words")
+    model, tokenizer, w = open_checkpoint()
+    ids, stop = prompt_ids(tokenizer, PROMPT, model.device), stop_tokens(model, tokenizer)
+    plain, answer, produced, seconds = decode_both_ways(model, w, ids, stop)
+    plain_rate, rate = (len(x) / s for x, s in zip((plain, answer), seconds))
     equal = torch.equal(plain, answer) if TEMPERATURE == 0 else f"not compared, TEMPERATURE = {TEMPERATURE}"
     print(f"prompt: {PROMPT}\nplain greedy ({plain_rate:.1f} tokens/s): {tokenizer.decode(plain)}\n"
           f"speculative ({rate:.1f} tokens/s, {sum(produced) / max(1, len(produced)):.2f} tokens a pass): "

@@ -166,7 +166,8 @@ def step_directories(out):
 
 def find_checkpoint(out, resume):
     """RESUME -> (path, info, state) or None. A damaged newest one is named, and the one before it is used."""
-    held = step_directories(out) or (out / "metrics.jsonl").exists()
+    found, latest = step_directories(out), (out / "latest").resolve()
+    held = found or (out / "metrics.jsonl").exists()
     if resume not in ("auto", "no"):
         need(not held or Path(resume).resolve().parent == out.resolve(),
              f"RESUME = {resume}, but OUT = {out} holds another run: choose another OUT, or RESUME=auto")
@@ -174,7 +175,6 @@ def find_checkpoint(out, resume):
             return Path(resume), *read_checkpoint(Path(resume))
     for link in (out / "latest", out / "best"):
         need(link.is_symlink() or not link.exists(), f"OUT = {out}: {link} is no symlink (a copy?): move it")
-    found, latest = step_directories(out), (out / "latest").resolve()
     # newer ones were left behind by a run that went back to it; a link that leads elsewhere says nothing
     found = found[next((i for i, p in enumerate(found) if p.resolve() == latest), 0):]
     need(resume == "auto" or not held,
@@ -229,7 +229,7 @@ class Saver:
 
     def rotate(self, step):
         """The newest up to `step` and the best stay; newer ones are damaged or of a line that was left."""
-        best = (self.run.out / "best").resolve().name if (self.run.out / "best").is_symlink() else ""
+        best = (self.run.out / "best").resolve().name
         found = step_directories(self.run.out)
         left = [p for p in found if int(p.name[5:]) > step]
         for old in left + found[len(left) + self.keep:]:

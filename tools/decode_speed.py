@@ -6,14 +6,12 @@ The first prompt is run once before, unmeasured. NAME=VALUE: constants of train_
 """
 import json
 import sys
-import time
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import flex_utils  # noqa: E402
-import model_drafter as md  # noqa: E402
 import train_dflash as td  # noqa: E402
 
 
@@ -23,25 +21,19 @@ def prompts(path, n):
     return [next(m["content"] for m in json.loads(line)["messages"] if m["role"] == "user") for line in lines]
 
 
-@torch.no_grad()
 def main(words):
     n = next((int(w[2:]) for w in words if w.startswith("N=")), 20)
     td.override([w for w in words if not w.startswith("N=")])
     model, tokenizer, w = td.open_checkpoint()
-    w.drafter.attend = flex_utils.attend_dense
     stop = td.stop_tokens(model, tokenizer)
     seconds, tokens, passes, equal, texts = [0.0, 0.0], [0, 0], 0, 0, prompts(td.EVAL_DATA, n)
     for i, text in enumerate([texts[0], *texts]):
-        ids, times = td.prompt_ids(tokenizer, text, model.device), [time.perf_counter()]
-        plain = td.plain_greedy(model, ids, stop)
-        times.append(time.perf_counter())
-        answer, produced = md.speculative_generate(
-            w.drafter, w.embed, w.head, model, model.get_decoder().layers, ids, td.MAX_NEW_TOKENS, stop)
-        times.append(time.perf_counter())
+        ids = td.prompt_ids(tokenizer, text, model.device)
+        plain, answer, produced, took = td.decode_both_ways(model, w, ids, stop)
         if i == 0:
             continue
         for which, ids in enumerate((plain, answer)):
-            seconds[which] += times[which + 1] - times[which]
+            seconds[which] += took[which]
             tokens[which] += len(ids)
         equal, passes = equal + torch.equal(plain, answer), passes + len(produced)
     rates = [k / s for k, s in zip(tokens, seconds)]

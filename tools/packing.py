@@ -21,6 +21,7 @@ class Row(NamedTuple):
     doc: np.ndarray        # int32 (S,) conversation number in the row, -1 for padding
     turn: np.ndarray       # int32 (S,)
     doc_start: np.ndarray  # int64 (S,) where the token's conversation starts in the row
+    run_length: np.ndarray  # int64 (S,) how many next positions are supervised: run_length()
     lengths: list          # of the row's conversations, in order
     sources: list          # str each
     index: int             # row number in the stream
@@ -110,7 +111,8 @@ def make_row(conversations, members, seq_len, index):
     ids[:used], turn[:used] = np.concatenate([c.ids for c in taken]), np.concatenate([c.turn for c in taken])
     doc[:used], doc_start[:used] = np.repeat(np.arange(len(taken)), lengths), np.repeat(starts, lengths)
     pos[:used] = np.arange(used) - doc_start[:used]
-    return Row(ids, pos, doc, turn, doc_start, lengths, [c.source for c in taken], index)
+    sources = [c.source for c in taken]
+    return Row(ids, pos, doc, turn, doc_start, run_length(turn, doc), lengths, sources, index)
 
 
 def run_length(turn, doc):
@@ -144,7 +146,7 @@ def share_out(n, weights, room):
 
 def draw_anchors(row, n, rng):
     """Row -> sorted int64 (<= n,) valid anchors, without replacement, shared out by supervised tokens."""
-    valid = np.flatnonzero(run_length(row.turn, row.doc) >= 1)
+    valid = np.flatnonzero(row.run_length >= 1)
     if len(valid) <= n:
         return valid
     groups = [valid[row.doc[valid] == d] for d in np.unique(row.doc[valid])]
@@ -198,7 +200,7 @@ class EvalRows:
 
     def row(self, i):
         row = make_row(self.conversations, self.rows[i], self.seq_len, i)
-        return row, np.flatnonzero(run_length(row.turn, row.doc) >= 1)
+        return row, np.flatnonzero(row.run_length >= 1)
 
 
 def inspect_data(conversations, tokenizer, seq_len, n):
