@@ -67,7 +67,7 @@ from tools import target as target_files
 from tools.conversations import Settings, build_conversations, overlap, resolve_files
 from tools.devices import (
     Alone, HandOff, Machines, Stopwatch, check_pairs, receive, replica_of, sum_over_replicas, to_device)
-from tools.packing import EvalRows, Row, RowStream, inspect_data, plan_batches, target_shapes
+from tools.packing import Calls, EvalRows, Row, RowStream, inspect_data, target_lengths
 from tools.taps import Taps
 
 # ------------------------------------------------------------------ constants: they ARE the 8-GPU job
@@ -232,24 +232,24 @@ def load_target(device, tick=lambda: None):
     return target_files.load_model(TARGET, device, compute_dtype(device), SEED, tick)
 
 
-def shapes_for(decoder, *streams):
-    """target_shapes for these rows. What a call costs by itself is a guess: the host's time for a layer's
-    kernels, while the device could do so many FLOP; a factor of two changes the shapes little."""
+def calls_for(decoder, *streams):
+    """Calls for these rows. What a call costs by itself is a guess: the host's time for a layer's kernels,
+    while the device could do so many FLOP; a factor of two changes little."""
     weights = sum(p.numel() for p in decoder.layers.parameters())
     layer_s, flops = (1e-3, 1e14) if next(decoder.parameters()).is_cuda else (1e-4, 1e11)
+    call_tokens = len(decoder.layers) * layer_s * flops / (2 * weights)
     lengths = np.concatenate([s.conversations.lengths for s in streams if s])
-    return target_shapes(lengths, SEQ_LEN, len(decoder.layers) * layer_s * flops / (2 * weights))
+    return Calls(target_lengths(lengths, SEQ_LEN), call_tokens, 2 * SEQ_LEN)
 
 
-def target_features(decoder, taps, row, shapes, gate, device):
+def target_features(decoder, taps, row, calls, gate, device):
     """Hidden states of the tapped layers for one packed row -> (1, S, L*D) on `device`, zeros where padded.
 
-    Conversations run as batch rows padded on the RIGHT to a few fixed shapes: left padding would enter the
+    Conversations run as batch rows padded on the RIGHT to a few fixed lengths: left padding would enter the
     state of linear layers, and one packed sequence is silently wrong without special kernels.
     """
     starts, out = np.concatenate([[0], np.cumsum(row.lengths)]), None
-    for shape, members in plan_batches(row.lengths, shapes):
-        batch, length = shapes[shape]
+    for batch, length, members in calls.plan(row.lengths):
         in_row = np.concatenate([np.arange(starts[m], starts[m + 1]) for m in members])
         in_call = np.concatenate([b * length + np.arange(row.lengths[m]) for b, m in enumerate(members)])
         ids = np.zeros(batch * length, dtype=np.int64)
@@ -287,7 +287,7 @@ def target_worker(run, t):
         run.check()
         row, anchors = (run.train_rows if kind == "train" else run.eval_rows).row(index)
         with torch.no_grad(), GATE.first_step():
-            hidden = target_features(decoder, taps, row, run.shapes, GATE, device)
+            hidden = target_features(decoder, taps, row, run.calls, GATE, device)
         d = index % len(DRAFTER_DEVICES)
         to = run.replicas[d].device
         moved, slots, ready = hand_off.send(hidden, to, lambda: make_slots(row, anchors, to))
@@ -537,7 +537,7 @@ class Plan(NamedTuple):
 class Run(flex_utils.Crew):
     """What the threads share: the order of work, the queues, what is logged and kept.
 
-    build() and what it calls set the rest before any thread exists: train_rows, eval_rows, shapes; horizon,
+    build() and what it calls set the rest before any thread exists: train_rows, eval_rows, calls; horizon,
     last; config, decoders[target], replicas[drafter]; bad_pairs, direct (between devices).
     """
 
@@ -928,7 +928,7 @@ def build(run):
     shared = {d: [replica_of(module, d, run.bad_pairs) for module in (embed, head)] for d in set(drafters)}
     decoder.layers = decoder.layers[:run.config.target_layer_ids[-1] + 1]  # the rest feeds nothing
     del model, head  # the head and the last layers leave the target's GPU here
-    run.shapes = shapes_for(decoder, run.train_rows, run.eval_rows)
+    run.calls = calls_for(decoder, run.train_rows, run.eval_rows)
     run.decoders = [decoder] + [replica_of(decoder, d, run.bad_pairs) for d in targets[1:]]
     run.replicas = [Replica(i, run.config, d, *shared[d], weights, run.machines.size)
                     for i, d in enumerate(drafters)]
@@ -1086,12 +1086,12 @@ def evaluate_checkpoint():
     model, tokenizer, w = open_checkpoint()
     config, decoder, sums = w.drafter.config, model.get_decoder(), EvalSums()
     rows = EvalRows(read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", config.vocab_size), SEQ_LEN)
-    shapes = shapes_for(decoder, rows)
+    calls = calls_for(decoder, rows)
     taps = Taps(decoder.layers, config.target_layer_ids)
     for i in tqdm(range(len(rows.rows)), unit="row", disable=not sys.stderr.isatty()):
         row, anchors = rows.row(i)
         with torch.no_grad():
-            hidden = target_features(decoder, taps, row, shapes, GATE, model.device)
+            hidden = target_features(decoder, taps, row, calls, GATE, model.device)
         evaluate_row(w, Item("eval", i, row, hidden, make_slots(row, anchors, w.device), None), sums)
     print(json.dumps(sums.metrics()))
     return 0

@@ -1,7 +1,9 @@
 """Conversations -> packed rows: the reader, the mask, the cache, packing, anchors."""
 
 import gzip
+import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -899,23 +901,18 @@ def test_pack_a_million_conversations_in_seconds():
 
 @given(st.lists(st.integers(1, 512), min_size=1, max_size=60))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_target_shapes_and_batches(lengths):
-    shapes = packing.target_shapes(lengths, 512, 10)
-    assert (
-        len(shapes) <= 6
-        and shapes == sorted(shapes, key=lambda s: s[1])
-        and max(lengths) <= shapes[-1][1] <= 512
-    )
-    assert all(1 <= batch <= 2048 // length and length % 8 == 0 for batch, length in shapes)
-    plan = packing.plan_batches(lengths, shapes)
-    assert sorted(m for _, members in plan for m in members) == list(range(len(lengths)))
-    assert all(
-        len(members) <= shapes[s][0] and max(lengths[m] for m in members) <= shapes[s][1]
-        for s, members in plan
-    )
+def test_calls_hold_every_conversation_once(lengths):
+    padded = packing.target_lengths(lengths, 512)
+    assert len(padded) <= 8 and padded == sorted(set(padded)) and max(lengths) <= padded[-1] <= 512
+    assert all(length % 8 == 0 for length in padded)
+    plan = packing.Calls(padded, 10, 1024).plan(lengths)
+    assert sorted(m for _, _, members in plan for m in members) == list(range(len(lengths)))
+    for batch, length, members in plan:
+        assert 1 <= len(members) <= batch and batch in packing.BATCHES and length in padded
+        assert max(lengths[m] for m in members) <= length and (batch == 1 or batch * length <= 1024)
 
 
-def test_target_shapes_pad_least():
+def test_target_lengths_pad_least():
     """Against every choice of three lengths on the grid of 8."""
     lengths = np.random.default_rng(0).integers(1, 65, 200)
     best = min(
@@ -923,21 +920,27 @@ def test_target_shapes_pad_least():
         for a in range(8, 65, 8)
         for b in range(8, 65, 8)
     )
-    got = [length for _, length in packing.target_shapes(lengths, 64, 1e-9, most=3)]
+    got = packing.target_lengths(lengths, 64, most=3)
     assert sum(min(x for x in got if x >= n) - n for n in lengths) == best
 
 
-@pytest.mark.parametrize("call_tokens, calls", [(1, 6), (30_000, 2)])
-def test_dear_calls_make_few_of_them(call_tokens, calls):
-    """Cheap calls: little padding. Dear ones (a small target on a GPU): a row in one call, now and then two."""
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(20, 500, 3000)
-    shapes = packing.target_shapes(lengths, 16384, call_tokens)
-    rows = packing.pack(lengths, 0, 0, 16384)
-    plans = [packing.plan_batches(lengths[row].tolist(), shapes) for row in rows]
-    computed = sum(shapes[s][0] * shapes[s][1] for plan in plans for s, _ in plan)
-    assert np.mean([len(plan) for plan in plans]) < calls if calls == 2 else len(shapes) == calls
-    assert computed / lengths.sum() < (3 if calls == 2 else 1.3)
+@pytest.mark.parametrize("call_tokens", [1, 40, 1000])
+def test_the_plan_costs_least(call_tokens):
+    """Against every way to cut seven conversations, longest first, into calls."""
+    calls = packing.Calls([16, 32, 64], call_tokens, 192)
+    for seed in range(5):
+        lengths = np.random.default_rng(seed).integers(1, 65, 7).tolist()
+        order, costs = sorted(lengths, reverse=True), []
+        for cuts in itertools.product((False, True), repeat=6):
+            edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), 7]
+            cost = 0
+            for a, b in zip(edges, edges[1:]):
+                batch = min(x for x in (1, 2, 3, 4, 6, 8) if x >= b - a)
+                length = min(x for x in (16, 32, 64) if x >= order[a])
+                cost += call_tokens + batch * length if batch == 1 or batch * length <= 192 else math.inf
+            costs.append(cost)
+        got = calls.plan(lengths)
+        assert sum(call_tokens + batch * length for batch, length, _ in got) == min(costs)
 
 
 class Given(list):

@@ -45,20 +45,21 @@ def test_any_number_of_threads_gives_the_same_run(one_and_one, tmp_path, targets
 
 def test_a_new_target_shape_at_step_300(tmp_path, monkeypatch):
     """The one long conversation comes late: its shape runs alone, beside threads that are long warm."""
-    lengths, seen, inner = [34] * 639 + [60], [], trainer.plan_batches  # one a row
+    lengths, seen = [34] * 639 + [60], []  # one a row
     seed = next(s for s in range(99) if 600 < packing.pack(lengths, s, 0, 64).index([639]) < 630)
     data = common.write_lines(tmp_path / "data.jsonl", (
         {"input_ids": [FIRST_WORD + j % 40 for j in range(n)], "loss_mask": [0] * 4 + [1] * (n - 4)}
         for n in lengths))
 
-    def plan_batches(*args):
-        plan = inner(*args)
-        seen.append(plan[0][0])
-        return plan
-    monkeypatch.setattr(trainer, "plan_batches", plan_batches)
-    monkeypatch.setattr(trainer, "target_shapes", lambda *args: [(1, 40), (1, 64)])
+    class Calls(packing.Calls):
+        def plan(self, *args):
+            plan = super().plan(*args)
+            seen.append(plan[0][1])
+            return plan
+    monkeypatch.setattr(trainer, "Calls", Calls)
+    monkeypatch.setattr(trainer, "target_lengths", lambda *args: [40, 64])
     straight(tmp_path / "o", DATA=data, SEED=seed, NUM_ANCHORS=4, STEPS=320, LOG_EVERY=80, **threads(2, 2))
-    assert seen.count(1) == 1 and seen.index(1) > 590 and seen.count(0) == 639
+    assert seen.count(64) == 1 and seen.index(64) > 590 and seen.count(40) == 639
 
 
 def test_the_run_did_move_the_weights(one_and_one):

@@ -338,7 +338,7 @@ def loop_run(out, steps):
     drafter.init_weights(0)
     run = td.Run(out)
     run.train_rows = td.RowStream(random_conversations(2000), td.SEQ_LEN, td.NUM_ANCHORS, td.SEED)
-    run.config, run.shapes, run.bad_pairs, run.direct = c, [], frozenset(), False
+    run.config, run.calls, run.bad_pairs, run.direct = c, [], frozenset(), False
     run.first, run.last, run.horizon = 0, steps, steps
     run.decoders = [types.SimpleNamespace(layers=[torch.nn.Identity() for _ in range(6)]) for _ in range(5)]
     run.replicas = [td.Replica(i, c, device, None, None, drafter.state_dict()) for i in range(3)]

@@ -2,7 +2,7 @@
 
     RowStream.row(i)   training row i and its anchors: pack, make_row, draw_anchors
     EvalRows.row(i)    held-out row i and every valid anchor
-    target_shapes      the few fixed (batch, length) shapes in which a target runs a row's conversations
+    Calls.plan         the (batch, length) calls in which a target runs a row's conversations
     inspect_data       prints what is in the files
 """
 import sys
@@ -12,6 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from tools.conversations import render
+
+
+BATCHES = np.array([1] + [b for e in range(1, 16) for b in (2 ** e, 3 * 2 ** (e - 1))])  # 1, 2, 3, 4, 6, ...
 
 
 class Row(NamedTuple):
@@ -53,22 +56,18 @@ def pack(lengths, seed, epoch, seq_len):
     return [rows[i] for i in rng.permutation(len(rows))]
 
 
-def target_shapes(lengths, seq_len, call_tokens, most=6):
-    """[(batch, length)] with rising length, at most `most`, in which a row of seq_len tokens runs soonest.
-
-    A call of the target costs its tokens, padding included, and call_tokens for itself. Lengths by dynamic
-    programming on a grid; then each batch for the number of such conversations in a row, a Poisson draw.
-    """
+def target_lengths(lengths, seq_len, most=8):
+    """The at most `most` lengths, rising, to which conversations are padded with the least padding, by dynamic
+    programming on a grid of 64 multiples of 8."""
     longest = int(max(lengths))
     step = -(-longest // 512) * 8
     grid = np.array([*range(step, longest, step), min(seq_len, -(-longest // 8) * 8)])
     cell = np.searchsorted(grid, lengths)
     count, total = np.bincount(cell, minlength=len(grid)), np.bincount(cell, lengths, len(grid))
     count, total = np.concatenate([[0], np.cumsum(count)]), np.concatenate([[0], np.cumsum(total)])
-    per_row = min(1, seq_len / total[-1])
-    # cost[i, j]: tokens a row loses when grid[j] takes all conversations longer than grid[i - 1]
+    # cost[i, j]: padding when grid[j] takes all conversations longer than grid[i - 1]
     cost = grid[None, :] * (count[None, 1:] - count[:, None]) - (total[None, 1:] - total[:, None])
-    cost = cost * per_row + call_tokens
+    cost = cost.astype(float)
     cost[np.tril_indices(len(count), -1, len(grid))] = np.inf
     best, chosen = cost[0], [[j] for j in range(len(grid))]
     for _ in range(most - 1):
@@ -77,28 +76,34 @@ def target_shapes(lengths, seq_len, call_tokens, most=6):
         better = with_one_more.min(0) < best
         chosen = [chosen[before[j]] + [j] if better[j] else chosen[j] for j in range(len(grid))]
         best = np.minimum(best, with_one_more.min(0))
-    edges, count = [0, *(j + 1 for j in chosen[-1])], count * per_row
-    return [(best_batch(count[b] - count[a], int(grid[b - 1]), seq_len, call_tokens), int(grid[b - 1]))
-            for a, b in zip(edges, edges[1:])]
+    return [int(grid[j]) for j in chosen[-1]]
 
 
-def best_batch(mean, length, seq_len, call_tokens):
-    """Conversations of `length` a call, at most 4 rows' tokens, when a row has `mean` of them on average."""
-    some = np.arange(int(mean + 6 * mean ** 0.5) + 2)
-    log_p = some * np.log(mean) - mean - np.cumsum(np.log(np.maximum(some, 1)))
-    batch = np.arange(1, max(1, min(some[-1], 4 * seq_len // length)) + 1)[:, None]
-    calls = (np.exp(log_p) * -(-some // batch)).sum(1)
-    return int(np.argmin(calls * (call_tokens + batch[:, 0] * length))) + 1
+class Calls(NamedTuple):
+    """How a target runs the conversations of a row: `plan` is a pure function, so that no run differs."""
+    lengths: list        # target_lengths: what conversations are padded to
+    call_tokens: float   # what a call costs by itself, in tokens computed
+    most_tokens: int     # of a call of several conversations
 
+    def plan(self, row_lengths):
+        """-> [(batch, length, [positions in the row])], longest first: the calls in which it runs soonest.
 
-def plan_batches(lengths, shapes):
-    """A row's conversations -> [(shape number, [positions in the row])]: the longest first."""
-    left, plan = sorted(range(len(lengths)), key=lambda m: -lengths[m]), []
-    while left:
-        shape = next(s for s, (_, length) in enumerate(shapes) if length >= lengths[left[0]])
-        plan.append((shape, left[:shapes[shape][0]]))
-        left = left[shapes[shape][0]:]
-    return plan
+        A call costs call_tokens and its tokens, padding included; neighbours by length share one. batch is
+        1, 2, 3, 4, 6, 8, 12, ...: what is new to a thread runs alone (Gate), so shapes must come back.
+        """
+        order = sorted(range(len(row_lengths)), key=lambda m: -row_lengths[m])
+        lengths, n = np.array(self.lengths), len(order)
+        padded = lengths[np.searchsorted(lengths, [row_lengths[m] for m in order])]
+        best, batches = np.zeros(n + 1), [0] * n  # cost of, first batch in: conversations i, i+1, ...
+        for i in reversed(range(n)):
+            some = BATCHES[:max(1, np.searchsorted(BATCHES, self.most_tokens // padded[i], "right"))]
+            cost = self.call_tokens + some * padded[i] + best[np.minimum(i + some, n)]
+            batches[i], best[i] = int(some[cost.argmin()]), cost.min()
+        calls, i = [], 0
+        while i < n:
+            calls.append((batches[i], int(padded[i]), order[i:i + batches[i]]))
+            i += batches[i]
+        return calls
 
 
 def make_row(conversations, members, seq_len, index):
