@@ -4,6 +4,7 @@
       |- dense_mask()            materialised whole: CPU, tests, COMPILE=False
       `- block_mask()            materialised as flex_attention's BlockMask, straight from the sorted anchors
     attend_dense / attend_flex   attend(q, k, v, mask): what the drafter is given
+    compiled()                   torch.compile for one thread: no two may share a code object
     Gate                         new shapes run alone, known ones side by side; first steps one at a time
     Crew                         worker threads end together: failure, barrier, watchdog
     refusing / out_of_memory     errors that a user can act on become one line
@@ -13,12 +14,14 @@ KV = S + N*K keys: [context 0..S-1 | block 0 | block 1 | ...]. W: sliding window
 This module imports nothing of the trainer (under `__main__` that would make a second lock).
 """
 import faulthandler
+import functools
 import os
 import re
 import resource
 import threading
 import time
 import traceback
+import types
 from contextlib import contextmanager
 
 import torch
@@ -166,6 +169,30 @@ def worker_compile_settings(n_devices):
     dynamo.fail_on_recompile_limit_hit = True
     # pointwise values (norms, silu * up) are made again in backward: 2 GiB less at the 27B shape
     torch._functorch.config.activation_memory_budget = 0.9
+
+
+@functools.cache
+def own_copy(function, owner):
+    """The function with a code object that is the owner's alone."""
+    name = f"{function.__name__}_{owner}"
+    copy = types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name,
+                              function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def compiled(function, owner, backend="inductor"):
+    """torch.compile of an owner's own copy of a function or method, for the one thread that calls it.
+
+    Dynamo keeps the graphs of a code object in one list, in which the graph just used moves to the front, and
+    lets other threads run between its looks at two of them: threads that share the code object miss graphs
+    that are there and compile again, at any time (torch 2.11-2.13; pytorch#193697 for a later one).
+    """
+    plain = getattr(function, "__func__", function)
+    own = own_copy(plain, owner)
+    if plain is not function:
+        own = types.MethodType(own, function.__self__)
+    return torch.compile(own, backend=backend, dynamic=False)
 
 
 class Gate:

@@ -9,6 +9,7 @@
 Shapes: S context tokens in a row, N anchors in a row, K slots in a block, D hidden size, L tapped target
 layers, V vocabulary, M slots that count. Batch is 1 everywhere: a row is packed.
 """
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -237,7 +238,7 @@ def _ce_of_chunk(hidden, head, labels):
     return F.cross_entropy(logits.float(), labels, reduction="none"), logits.argmax(-1) == labels
 
 
-def _ce_and_grad(logits, labels, softcap):
+def ce_and_grad(logits, labels, softcap):
     """raw logits (M, V) -> ce (M,), argmax == label (M,); the logits become d ce / d logits, in place."""
     capped = _cap(logits.float(), softcap)
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
@@ -250,18 +251,14 @@ def _ce_and_grad(logits, labels, softcap):
     return ce, correct
 
 
-_ce_and_grad_compiled = torch.compile(_ce_and_grad, dynamic=False)
-
-
 class _FusedCE(torch.autograd.Function):
     """Cross-entropy whose hidden gradient is made in forward: the head is frozen, so no logits are kept or
     recomputed. Per-row weights come later, as the incoming gradient (M,)."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, softcap, labels, chunk, compiled):
+    def forward(ctx, hidden, weight, bias, softcap, labels, chunk, ce_and_grad):
         ce, correct = labels.new_empty(labels.shape, dtype=torch.float32), labels.bool()
         grad = torch.empty_like(hidden)
-        ce_and_grad = _ce_and_grad_compiled if compiled else _ce_and_grad
         for i in range(0, labels.numel(), chunk):
             rows = slice(i, i + chunk)
             logits = F.linear(hidden[rows], weight, bias)
@@ -277,7 +274,7 @@ class _FusedCE(torch.autograd.Function):
         return grad * grad_ce[:, None].to(grad.dtype), *(None,) * 6
 
 
-def chunked_ce(hidden, head, labels, chunk, form="checkpoint", compiled=False):
+def chunked_ce(hidden, head, labels, chunk, form="checkpoint", ce_and_grad=ce_and_grad):
     """hidden (M, D), labels (M,), M a multiple of chunk -> ce (M,) fp32 with gradient, argmax == label (M,).
 
     "checkpoint" is the readable reference: each chunk's logits are made again in backward. "fused" makes the
@@ -285,7 +282,7 @@ def chunked_ce(hidden, head, labels, chunk, form="checkpoint", compiled=False):
     """
     if form == "fused" and torch.is_grad_enabled() and hidden.requires_grad:
         weight, bias = head.linear.weight, head.linear.bias
-        return _FusedCE.apply(hidden, weight, bias, head.softcap, labels, chunk, compiled)
+        return _FusedCE.apply(hidden, weight, bias, head.softcap, labels, chunk, ce_and_grad)
     parts = [checkpoint(_ce_of_chunk, h, head, y, use_reentrant=False, preserve_rng_state=False)
              for h, y in zip(hidden.split(chunk), labels.split(chunk))]
     return tuple(torch.cat(p) for p in zip(*parts))
@@ -305,7 +302,7 @@ class LossSpec(NamedTuple):
     gamma: float
     form: str            # "checkpoint" | "fused"
     chunk: int           # rows of logits at a time
-    compiled: bool
+    ce_and_grad: Callable = ce_and_grad  # of "fused"; may be compiled
 
 
 def _masks(c, make_mask, start, anchor, seq_len):
@@ -328,7 +325,7 @@ def row_loss(drafter, embed, head, target_hidden, slots, make_mask, spec):
     at = slots.anchor[:, None] + slot  # (N, K) row index of each slot's token
     labels = slots.ids[at.clamp(max=seq_len - 1)].flatten()[slots.index]
     ce_rows, right_rows = chunked_ce(hidden.index_select(0, slots.index), head, labels, spec.chunk, spec.form,
-                                     spec.compiled)
+                                     spec.ce_and_grad)
     counts = (slot >= 1) & (slot <= slots.counted[:, None])  # (N, K)
 
     def grid(rows):  # (M,) -> (N, K); the padding of `index` lands on slot 0 of block 0, which never counts

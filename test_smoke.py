@@ -48,7 +48,7 @@ def what_the_drafter_gets(slots):
                                      window=lambda layer: None)
     head = md.Head(torch.nn.Linear(8, 64))
     md.row_loss(drafter, lambda ids: ids[..., None].float(), head, torch.zeros(1, 12, 16), slots,
-                flex_utils.dense_mask, md.LossSpec("decay", md.default_gamma(4), "checkpoint", 128, False))
+                flex_utils.dense_mask, md.LossSpec("decay", md.default_gamma(4), "checkpoint", 128))
     return seen["ids"].tolist(), seen["pos"].tolist(), seen["mask"]
 
 
@@ -215,17 +215,17 @@ def gpu_case():
     return config, weights, {k: v.cuda() for k, v in parts.items()}, slots
 
 
-def gpu_drafter(case, dtype, attend, compiled):
+def gpu_drafter(case, dtype, attend, owner=None):
     config, weights, _, _ = case
     drafter = md.Drafter(config, attend)
     drafter.load_state_dict(weights)
     drafter = drafter.to("cuda", dtype)
-    for layer in drafter.layers if compiled else ():
-        layer.compile(dynamic=False)
+    for layer in drafter.layers if owner else ():
+        layer.forward = flex_utils.compiled(layer.forward, owner)
     return drafter
 
 
-def gpu_row(case, drafter, make_mask, slots, compiled):
+def gpu_row(case, drafter, make_mask, slots, owner=None):
     """-> (hidden states of the slots that count, loss, gradients by name) of one row, fp32 on the host."""
     _, _, parts, _ = case
     dtype, caught = next(drafter.parameters()).dtype, {}
@@ -237,7 +237,8 @@ def gpu_row(case, drafter, make_mask, slots, compiled):
         caught["hidden"] = output.detach()[0]
     handle = drafter.norm.register_forward_hook(catch)
     drafter.zero_grad(set_to_none=True)
-    spec = md.LossSpec("decay", 7.0, "fused", 128, compiled)
+    ce_and_grad = flex_utils.compiled(md.ce_and_grad, owner) if owner else md.ce_and_grad
+    spec = md.LossSpec("decay", 7.0, "fused", 128, ce_and_grad)
     result = md.row_loss(drafter, embed, head, parts["hidden"].to(dtype), slots, make_mask, spec)
     result.loss.backward()
     handle.remove()
@@ -254,12 +255,12 @@ def gap(a, b):
 
 def compiled_row(case, attend, gate, name):
     """Two rows through compiled flex_attention under the gate; the second must not compile anything."""
-    drafter = gpu_drafter(case, torch.bfloat16, attend, True)
+    drafter = gpu_drafter(case, torch.bfloat16, attend, name)
     with gate.first_step(), gate.work("train", name):
-        first = gpu_row(case, drafter, flex_utils.block_mask, case[3](1), True)
+        first = gpu_row(case, drafter, flex_utils.block_mask, case[3](1), name)
     with gate.work("train", name) as alone:
         assert not alone
-        gpu_row(case, drafter, flex_utils.block_mask, case[3](2), True)
+        gpu_row(case, drafter, flex_utils.block_mask, case[3](2), name)
     return first
 
 
@@ -270,8 +271,8 @@ def gpu_rows():
     flex_utils.worker_compile_settings(1)
     rows = {}
     for name, dtype in (("truth", torch.float32), ("dense", torch.bfloat16)):
-        drafter = gpu_drafter(case, dtype, flex_utils.attend_dense, False)
-        rows[name] = gpu_row(case, drafter, flex_utils.dense_mask, case[3](1), False)
+        drafter = gpu_drafter(case, dtype, flex_utils.attend_dense)
+        rows[name] = gpu_row(case, drafter, flex_utils.dense_mask, case[3](1))
     allow = gate.forbid_compiles_outside()
     try:
         attend, make_mask = flex_utils.make_attention(torch.device("cuda", 0), True)

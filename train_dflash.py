@@ -67,7 +67,7 @@ from tools import target as target_files
 from tools.conversations import Settings, build_conversations, overlap, resolve_files
 from tools.devices import (
     Alone, HandOff, Machines, Stopwatch, check_pairs, receive, replica_of, sum_over_replicas, to_device)
-from tools.packing import Calls, EvalRows, Row, RowStream, inspect_data, target_lengths
+from tools.packing import EvalRows, Row, RowStream, inspect_data, target_calls
 from tools.taps import Taps
 
 # ------------------------------------------------------------------ constants: they ARE the 8-GPU job
@@ -233,19 +233,19 @@ def load_target(device, tick=lambda: None):
 
 
 def calls_for(decoder, *streams):
-    """Calls for these rows. What a call costs by itself is a guess: the host's time for a layer's kernels,
-    while the device could do so many FLOP; a factor of two changes little."""
+    """target_calls for these rows. What a call costs by itself is a guess: the host's time for a layer's
+    kernels, while the device could do so many FLOP; a factor of two changes little."""
     weights = sum(p.numel() for p in decoder.layers.parameters())
     layer_s, flops = (1e-3, 1e14) if next(decoder.parameters()).is_cuda else (1e-4, 1e11)
     call_tokens = len(decoder.layers) * layer_s * flops / (2 * weights)
     lengths = np.concatenate([s.conversations.lengths for s in streams if s])
-    return Calls(target_lengths(lengths, SEQ_LEN), call_tokens, 2 * SEQ_LEN)
+    return target_calls(lengths, SEQ_LEN, call_tokens)
 
 
 def target_features(decoder, taps, row, calls, gate, device):
     """Hidden states of the tapped layers for one packed row -> (1, S, L*D) on `device`, zeros where padded.
 
-    Conversations run as batch rows padded on the RIGHT to a few fixed lengths: left padding would enter the
+    Conversations run as batch rows padded on the RIGHT to a few fixed shapes: left padding would enter the
     state of linear layers, and one packed sequence is silently wrong without special kernels.
     """
     starts, out = np.concatenate([[0], np.cumsum(row.lengths)]), None
@@ -309,9 +309,9 @@ def loss_chunk():
     return min(LOSS_CHUNK, -(-NUM_ANCHORS * (BLOCK_SIZE - 1) // 128) * 128)
 
 
-def loss_spec(device):
+def loss_spec(ce_and_grad=md.ce_and_grad):
     gamma = GAMMA if GAMMA is not None else md.default_gamma(BLOCK_SIZE)
-    return md.LossSpec(LOSS, gamma, LOSS_FORM, loss_chunk(), COMPILE and device.type == "cuda")
+    return md.LossSpec(LOSS, gamma, LOSS_FORM, loss_chunk(), ce_and_grad)
 
 
 # ----------------------------------------------------------------------------------------- the drafter
@@ -338,9 +338,6 @@ def adamw(masters, weights, grads, first, second, lr, count, scale, skip):
         w.copy_(p)
 
 
-adamw_compiled = torch.compile(adamw, dynamic=False)
-
-
 class Replica:
     """One drafter: compute-dtype weights, fp32 masters, AdamW; the target's embedding and head beside."""
 
@@ -355,12 +352,10 @@ class Replica:
         self.masters = {n: weights[n].to(device, torch.float32, copy=True) for n in self.params}
         self.moments = {k: {n: torch.zeros_like(m) for n, m in self.masters.items()} for k in MOMENTS}
         self.count = torch.zeros((), device=device)  # updates that were not skipped
-        compiled = COMPILE and device.type == "cuda"
-        if compiled:
-            # layers of a type share a graph; fullgraph fails now and then in threads on torch 2.12-2.14
-            for module in (*self.drafter.layers, self.drafter.hidden_norm, self.drafter.norm):
-                module.compile(dynamic=False)
-        self.adamw, self.spec = adamw_compiled if compiled else adamw, loss_spec(device)
+        self.adamw, self.spec = self.own(adamw), loss_spec(self.own(md.ce_and_grad))
+        # layers of a type share a graph; fullgraph fails now and then in threads on torch 2.12-2.14
+        for module in (*self.drafter.layers, self.drafter.hidden_norm, self.drafter.norm):
+            module.forward = self.own(module.forward)
         rows = ROWS_PER_STEP * machines
         self.stats = torch.zeros(rows, 5, dtype=torch.float64, device=device)
         self.ring = torch.zeros(LOG_EVERY, rows + 1, 5, dtype=torch.float64, device=device)
@@ -369,6 +364,11 @@ class Replica:
             self.layers.setdefault(n.split(".")[1] if n.startswith("layers.") else "", []).append(n)
         self.jobs_seen, self.started, self.sums = 0, False, None
         self.copy_to_params()
+
+    def own(self, function):
+        """Compiled for this replica's thread alone, where anything is."""
+        compiled = COMPILE and self.device.type == "cuda"
+        return flex_utils.compiled(function, self.index) if compiled else function
 
     @torch.no_grad()
     def copy_to_params(self):

@@ -1,9 +1,7 @@
 """Conversations -> packed rows: the reader, the mask, the cache, packing, anchors."""
 
 import gzip
-import itertools
 import json
-import math
 import os
 import signal
 import subprocess
@@ -902,14 +900,14 @@ def test_pack_a_million_conversations_in_seconds():
 @given(st.lists(st.integers(1, 512), min_size=1, max_size=60))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_calls_hold_every_conversation_once(lengths):
-    padded = packing.target_lengths(lengths, 512)
-    assert len(padded) <= 8 and padded == sorted(set(padded)) and max(lengths) <= padded[-1] <= 512
-    assert all(length % 8 == 0 for length in padded)
-    plan = packing.Calls(padded, 10, 1024).plan(lengths)
+    calls = packing.target_calls(lengths, 512, 10)
+    assert len(calls.shapes) <= 6 and max(lengths) <= calls.shapes[-1][1] <= 512
+    assert all(b == 1 or b * n <= 1024 for b, n in calls.shapes) and all(n % 8 == 0 for _, n in calls.shapes)
+    plan = calls.plan(lengths)
     assert sorted(m for _, _, members in plan for m in members) == list(range(len(lengths)))
     for batch, length, members in plan:
-        assert 1 <= len(members) <= batch and batch in packing.BATCHES and length in padded
-        assert max(lengths[m] for m in members) <= length and (batch == 1 or batch * length <= 1024)
+        assert (batch, length) in calls.shapes and 1 <= len(members) <= batch
+        assert max(lengths[m] for m in members) <= length
 
 
 def test_target_lengths_pad_least():
@@ -924,23 +922,44 @@ def test_target_lengths_pad_least():
     assert sum(min(x for x in got if x >= n) - n for n in lengths) == best
 
 
+SHAPES = (1, 64), (2, 64), (4, 32), (3, 16), (1, 16)
+
+
+def cheapest(order, call_tokens, shapes):
+    """Least cost of running these lengths, falling, by trying every shape at every place."""
+    if not order:
+        return 0
+    return min(call_tokens + b * n + cheapest(order[b:], call_tokens, shapes) for b, n in shapes if n >= order[0])
+
+
 @pytest.mark.parametrize("call_tokens", [1, 40, 1000])
 def test_the_plan_costs_least(call_tokens):
-    """Against every way to cut seven conversations, longest first, into calls."""
-    calls = packing.Calls([16, 32, 64], call_tokens, 192)
     for seed in range(5):
         lengths = np.random.default_rng(seed).integers(1, 65, 7).tolist()
-        order, costs = sorted(lengths, reverse=True), []
-        for cuts in itertools.product((False, True), repeat=6):
-            edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), 7]
-            cost = 0
-            for a, b in zip(edges, edges[1:]):
-                batch = min(x for x in (1, 2, 3, 4, 6, 8) if x >= b - a)
-                length = min(x for x in (16, 32, 64) if x >= order[a])
-                cost += call_tokens + batch * length if batch == 1 or batch * length <= 192 else math.inf
-            costs.append(cost)
-        got = calls.plan(lengths)
-        assert sum(call_tokens + batch * length for batch, length, _ in got) == min(costs)
+        want = cheapest(sorted(lengths, reverse=True), call_tokens, SHAPES)
+        plan = packing.Calls(SHAPES, call_tokens).plan(lengths)
+        assert sum(call_tokens + batch * length for batch, length, _ in plan) == want
+
+
+@pytest.mark.parametrize("call_tokens", [1, 40, 1000])
+def test_what_the_choice_of_shapes_goes_by(call_tokens):
+    rows = [sorted(np.random.default_rng(seed).integers(1, 65, n).tolist(), reverse=True)
+            for seed, n in enumerate((7, 4, 6))]
+    table = np.array([row + [0] * (7 - len(row)) for row in rows])
+    got = packing.row_costs(table, SHAPES[:2], SHAPES[2:], call_tokens)
+    assert got.tolist() == [sum(cheapest(row, call_tokens, (*SHAPES[:2], c)) for row in rows) for c in SHAPES[2:]]
+
+
+@pytest.mark.parametrize("call_tokens, most_calls, most_padding", [(1, 99, 0.2), (30_000, 1.3, 0.6)])
+def test_dear_calls_make_few_of_them(call_tokens, most_calls, most_padding):
+    """Cheap calls: little padding. Dear ones (a small target on a GPU): a row in one call, now and then two."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(20, 500, 3000)
+    calls = packing.target_calls(lengths, 16384, call_tokens)
+    plans = [calls.plan(lengths[row].tolist()) for row in packing.pack(lengths, 1, 0, 16384)]
+    computed = sum(batch * length for plan in plans for batch, length, _ in plan)
+    assert np.mean([len(plan) for plan in plans]) < most_calls
+    assert computed / lengths.sum() < 1 + most_padding
 
 
 class Given(list):

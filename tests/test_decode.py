@@ -309,7 +309,7 @@ def loss_of(drafter, target, hidden, slots):
         hidden,
         slots,
         dense_mask,
-        LossSpec("decay", 2.0, "checkpoint", K, False),
+        LossSpec("decay", 2.0, "checkpoint", K),
     )
 
 

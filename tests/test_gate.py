@@ -3,6 +3,7 @@ checked copies."""
 
 import random
 import statistics
+import sys
 import threading
 import time
 from collections import Counter
@@ -278,6 +279,75 @@ def test_lock_before_gate_never_deadlocks():
             time.sleep(0.0002)
 
     in_threads(*[cold] * 4, *[lambda: warm(False)] * 3, lambda: warm(True))
+
+
+# ------------------------------------------------------------------------------- a code object a thread
+
+
+def doubled_or_not(x, double):
+    return x * 2 if double else x + 1
+
+
+def compiles_while_warm(functions, seconds):
+    """Each thread warms up its function alone, then all call theirs: how often is one compiled again?"""
+    warm, lock, started = threading.Barrier(len(functions)), threading.Lock(), []
+    until_then, x = [0.0], torch.ones(3)
+
+    def job(function):
+        worker_compile_settings(64)
+        with lock:
+            for double in (False, True):
+                function(x, double)
+        if warm.wait() == 0:
+            started.clear()
+            until_then[0] = time.monotonic() + seconds
+        warm.wait()
+        while time.monotonic() < until_then[0] and not started:
+            for double in (False, True):
+                function(x, double)
+
+    handler = torch._dynamo.callback.callback_handler
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    handler.register_start_callback(watch := lambda args: started.append(args.compile_id))
+    try:
+        in_threads(*(lambda f=f: job(f) for f in functions))
+    finally:
+        handler.remove_start_callback(watch)
+        sys.setswitchinterval(before)
+    return len(started)
+
+
+@pytest.fixture
+def no_guard_swap(monkeypatch):
+    """Without a GPU torch's CUDA builds swap the device guard while they trace, unlocked, and segfault."""
+    compile_now()
+    if torch.version.cuda and not torch.cuda.is_available():
+        monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: None)
+
+
+def test_threads_that_share_a_code_object_compile_again(no_guard_swap):
+    """The positive control of the next test: seen within a second on torch 2.11 and 2.13."""
+    shared = torch.compile(doubled_or_not, backend="eager", dynamic=False)
+    assert compiles_while_warm([shared] * 4, seconds=10)
+
+
+def test_threads_with_their_own_code_objects_do_not(no_guard_swap):
+    own = [flex_utils.compiled(doubled_or_not, i, "eager") for i in range(4)]
+    assert compiles_while_warm(own, seconds=3) == 0
+
+
+def test_an_own_copy_is_the_same_function():
+    class Scale:
+        def by(self, x, factor=3, *, plus=1):
+            return x * factor + plus + self.bias
+    scale = Scale()
+    scale.bias = 10
+    one, two = (flex_utils.compiled(scale.by, owner, "eager") for owner in ("a", "b"))
+    assert one(torch.ones(1)).item() == two(torch.ones(1)).item() == 14
+    assert one(torch.ones(1), 5, plus=0).item() == 15
+    assert flex_utils.own_copy(Scale.by, "a") is flex_utils.own_copy(Scale.by, "a")
+    assert flex_utils.own_copy(Scale.by, "a").__code__ is not flex_utils.own_copy(Scale.by, "b").__code__
 
 
 # ---------------------------------------------------------------------------------------- compiles outside

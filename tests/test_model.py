@@ -61,7 +61,7 @@ def make_slots(lengths, turns, anchors, n_anchors=None, k=4, chunk=4, seed=0):
 
 
 def spec(kind="decay", form="checkpoint", gamma=2.0, chunk=4):
-    return LossSpec(kind, gamma, form, chunk, False)
+    return LossSpec(kind, gamma, form, chunk)
 
 
 # -------------------------------------------------------------------------------- forward, against the client

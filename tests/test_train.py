@@ -56,8 +56,7 @@ def test_a_new_target_shape_at_step_300(tmp_path, monkeypatch):
             plan = super().plan(*args)
             seen.append(plan[0][1])
             return plan
-    monkeypatch.setattr(trainer, "Calls", Calls)
-    monkeypatch.setattr(trainer, "target_lengths", lambda *args: [40, 64])
+    monkeypatch.setattr(trainer, "target_calls", lambda *args: Calls([(1, 40), (1, 64)], 1))
     straight(tmp_path / "o", DATA=data, SEED=seed, NUM_ANCHORS=4, STEPS=320, LOG_EVERY=80, **threads(2, 2))
     assert seen.count(64) == 1 and seen.index(64) > 590 and seen.count(40) == 639
 

@@ -200,7 +200,7 @@ class Rig:
         w = td.Replica(index, c, device, *frozen, weights)
         if compiled == "flex" and device.type == "cuda":
             for layer in w.drafter.layers:
-                layer._compiled_call_impl = None
+                del layer.forward
             w.drafter.attend = torch.compile(w.drafter.attend, dynamic=False)
         return w
 

@@ -32,8 +32,9 @@ from torch.utils.checkpoint import checkpoint
 
 _here = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(_here))
-from flex_utils import Gate, attend_flex, block_mask, make_attention, worker_compile_settings  # noqa: E402
-from model_drafter import Drafter, DrafterConfig, Head, LossSpec, row_loss, slots_of  # noqa: E402
+from flex_utils import (  # noqa: E402
+    Gate, attend_flex, block_mask, compiled, make_attention, worker_compile_settings)
+from model_drafter import Drafter, DrafterConfig, Head, LossSpec, ce_and_grad, row_loss, slots_of  # noqa: E402
 
 meaning = {  # of each fix
     "none": "nothing",
@@ -44,7 +45,8 @@ meaning = {  # of each fix
     "lockfwd1": "a lock around each thread's first forward",
     "lockstep1": "a lock around each thread's first whole step",
     "lockstep1+barrier": "the same, and nobody goes on before all have made it",
-    "gate": "flex_utils.Gate, this project's way",
+    "gateonly": "flex_utils.Gate, but all threads call one code object, so share dynamo's list of its graphs",
+    "gate": "flex_utils.Gate, and a code object for each thread: this project's way",
 }
 
 # -------------------------------------------------------------------------------------------------- settings
@@ -105,7 +107,8 @@ class Race:
         self.cuda = self.devices[0].type == "cuda"
         self.lock, self.local, self.kinds = threading.Lock(), threading.local(), {}  # thread: how it failed
         self.barrier, self.gate = threading.Barrier(len(DEVICES)), Gate(threading.Lock())
-        if fix == "gate":
+        self.gated = fix.startswith("gate")
+        if self.gated:
             self.gate.forbid_compiles_outside()
         self.attend, self.make_mask = attend_flex(), block_mask
         if self.cuda:
@@ -131,9 +134,9 @@ class Race:
 
     @contextmanager
     def around_step(self, kind, first, *signature):
-        gated, locked = self.fix == "gate", kind == "train" and first and "lockstep1" in self.fix
-        with self.gate.first_step() if gated else self.lock if locked else nullcontext():
-            with self.gate.work(kind, *signature) if gated else nullcontext():
+        locked = kind == "train" and first and "lockstep1" in self.fix
+        with self.gate.first_step() if self.gated else self.lock if locked else nullcontext():
+            with self.gate.work(kind, *signature) if self.gated else nullcontext():
                 yield
 
 
@@ -175,15 +178,15 @@ class DrafterWorker(Worker):
         self.drafter = Drafter(c, race.attend)
         self.drafter.init_weights(seed)
         self.drafter.to(device, self.dtype)
+        owner = self.name if race.fix == "gate" else "all"
         for layer in self.drafter.layers:  # whole layers, as the trainer compiles them
-            layer.compile(backend="inductor" if race.cuda else "aot_eager", dynamic=False)
-            layer._compiled_call_impl = race.fixed(layer._compiled_call_impl)
+            layer.forward = race.fixed(compiled(layer.forward, owner, "inductor" if race.cuda else "aot_eager"))
         self.optimizer = torch.optim.AdamW(self.drafter.parameters())
         self.embed = torch.nn.Embedding(c.vocab_size, c.hidden_size)
         self.head = Head(torch.nn.Linear(c.hidden_size, c.vocab_size, bias=False))
         for frozen in (self.embed, self.head):
             frozen.requires_grad_(False).to(device, self.dtype)
-        self.spec = LossSpec("decay", 4.0, LOSS_FORM, 16, race.cuda)
+        self.spec = LossSpec("decay", 4.0, LOSS_FORM, 16, compiled(ce_and_grad, owner) if race.cuda else ce_and_grad)
 
     def row(self, length):
         """Random target_hidden (1, S, L*D) and Slots: two conversations, every token supervised."""

@@ -2,7 +2,8 @@
 
     RowStream.row(i)   training row i and its anchors: pack, make_row, draw_anchors
     EvalRows.row(i)    held-out row i and every valid anchor
-    Calls.plan         the (batch, length) calls in which a target runs a row's conversations
+    target_calls       the few fixed (batch, length) shapes in which a target runs conversations
+    Calls.plan         a row's conversations in those shapes
     inspect_data       prints what is in the files
 """
 import sys
@@ -14,7 +15,7 @@ import numpy as np
 from tools.conversations import render
 
 
-BATCHES = np.array([1] + [b for e in range(1, 16) for b in (2 ** e, 3 * 2 ** (e - 1))])  # 1, 2, 3, 4, 6, ...
+BATCHES = np.unique(np.geomspace(1, 512, 48).round().astype(int))  # conversations a call, to choose from
 
 
 class Row(NamedTuple):
@@ -56,9 +57,9 @@ def pack(lengths, seed, epoch, seq_len):
     return [rows[i] for i in rng.permutation(len(rows))]
 
 
-def target_lengths(lengths, seq_len, most=8):
-    """The at most `most` lengths, rising, to which conversations are padded with the least padding, by dynamic
-    programming on a grid of 64 multiples of 8."""
+def target_lengths(lengths, seq_len, most):
+    """The at most `most` lengths, rising, that pad conversations least: dynamic programming on a grid of 64
+    multiples of 8."""
     longest = int(max(lengths))
     step = -(-longest // 512) * 8
     grid = np.array([*range(step, longest, step), min(seq_len, -(-longest // 8) * 8)])
@@ -79,30 +80,59 @@ def target_lengths(lengths, seq_len, most=8):
     return [int(grid[j]) for j in chosen[-1]]
 
 
+def target_calls(lengths, seq_len, call_tokens, most=6):
+    """Calls of at most `most` shapes for such conversations in rows of seq_len tokens. Each shape in turn is
+    the one that makes some rows cheapest; then each is chosen once more beside the others."""
+    sample = np.asarray(lengths)[::max(1, len(lengths) // 16384)]
+    rows = [sorted(sample[m].tolist(), reverse=True) for m in pack(sample, 0, 0, seq_len)[:24]]
+    table = np.zeros((len(rows), max(map(len, rows))), np.int64)  # 0 where a row has fewer
+    for r, row in enumerate(rows):
+        table[r, :len(row)] = row
+    grid = target_lengths(lengths, seq_len, 16)
+    choices = [(b, n) for n in grid for b in BATCHES.tolist() if b == 1 or b * n <= 2 * seq_len]
+    shapes = [(1, grid[-1])]
+    for i in [*range(1, most), *range(1, most)]:
+        others = shapes[:i] + shapes[i + 1:]
+        shapes[i:i + 1] = [choices[int(np.argmin(row_costs(table, others, choices, call_tokens)))]]
+    return Calls(sorted(set(shapes), key=lambda s: s[::-1]), call_tokens)
+
+
+def row_costs(table, shapes, choices, call_tokens):
+    """(C,): what the rows of `table` (R, n), lengths falling, cost with `shapes` and each of C choices."""
+    batch, length = np.array(choices).T
+    which, best = np.arange(len(choices)), np.zeros((len(choices), len(table), table.shape[1] + 1))
+    for i in reversed(range(table.shape[1])):  # best[..., i]: of conversations i, i+1, ...
+        after = best[which, :, np.minimum(i + batch, table.shape[1])]
+        cost = (call_tokens + batch * length)[:, None] + after
+        cost = np.where(length[:, None] >= table[:, i], cost, np.inf)
+        for b, n in shapes:
+            after = best[:, :, min(i + b, table.shape[1])]
+            cost = np.minimum(cost, np.where(n >= table[:, i], call_tokens + b * n + after, np.inf))
+        best[..., i] = np.where(table[:, i] > 0, cost, 0)
+    return best[..., 0].sum(1)
+
+
 class Calls(NamedTuple):
-    """How a target runs the conversations of a row: `plan` is a pure function, so that no run differs."""
-    lengths: list        # target_lengths: what conversations are padded to
+    """How a target runs a row's conversations: in few shapes, since what is new to a thread runs alone."""
+    shapes: list         # (batch, length), by length; the last holds the longest conversation
     call_tokens: float   # what a call costs by itself, in tokens computed
-    most_tokens: int     # of a call of several conversations
 
     def plan(self, row_lengths):
         """-> [(batch, length, [positions in the row])], longest first: the calls in which it runs soonest.
 
-        A call costs call_tokens and its tokens, padding included; neighbours by length share one. batch is
-        1, 2, 3, 4, 6, 8, 12, ...: what is new to a thread runs alone (Gate), so shapes must come back.
+        A call costs call_tokens and its tokens, padding included; neighbours by length share one.
         """
         order = sorted(range(len(row_lengths)), key=lambda m: -row_lengths[m])
-        lengths, n = np.array(self.lengths), len(order)
-        padded = lengths[np.searchsorted(lengths, [row_lengths[m] for m in order])]
-        best, batches = np.zeros(n + 1), [0] * n  # cost of, first batch in: conversations i, i+1, ...
+        n = len(order)
+        best, shapes = [0] * (n + 1), [None] * n  # cost of, first shape in: conversations i, i+1, ...
         for i in reversed(range(n)):
-            some = BATCHES[:max(1, np.searchsorted(BATCHES, self.most_tokens // padded[i], "right"))]
-            cost = self.call_tokens + some * padded[i] + best[np.minimum(i + some, n)]
-            batches[i], best[i] = int(some[cost.argmin()]), cost.min()
+            best[i], shapes[i] = min((self.call_tokens + b * length + best[min(i + b, n)], (b, length))
+                                     for b, length in self.shapes if length >= row_lengths[order[i]])
         calls, i = [], 0
         while i < n:
-            calls.append((batches[i], int(padded[i]), order[i:i + batches[i]]))
-            i += batches[i]
+            batch, length = shapes[i]
+            calls.append((batch, length, order[i:i + batch]))
+            i += batch
         return calls
 
 
