@@ -238,8 +238,7 @@ def calls_for(decoder, *streams):
     weights = sum(p.numel() for p in decoder.layers.parameters())
     layer_s, flops = (1e-3, 1e14) if next(decoder.parameters()).is_cuda else (1e-4, 1e11)
     call_tokens = len(decoder.layers) * layer_s * flops / (2 * weights)
-    lengths = np.concatenate([s.conversations.lengths for s in streams if s])
-    return target_calls(lengths, SEQ_LEN, call_tokens)
+    return target_calls(np.concatenate([s.conversations.lengths for s in streams if s]), SEQ_LEN, call_tokens)
 
 
 def target_features(decoder, taps, row, calls, gate, device):
@@ -254,8 +253,7 @@ def target_features(decoder, taps, row, calls, gate, device):
         in_call = np.concatenate([b * length + np.arange(row.lengths[m]) for b, m in enumerate(members)])
         ids = np.zeros(batch * length, dtype=np.int64)
         ids[in_call] = row.ids[in_row]
-        arrays = ids, in_row, in_call
-        ids, in_row, in_call = (to_device(torch.from_numpy(a), device) for a in arrays)
+        ids, in_row, in_call = (to_device(torch.from_numpy(a), device) for a in (ids, in_row, in_call))
         with gate.work("target", str(device), batch, length):
             decoder(input_ids=ids.view(batch, length), use_cache=False)
             hidden = taps.collect()                                     # (batch, length, L*D)
@@ -310,8 +308,7 @@ def loss_chunk():
 
 
 def loss_spec(ce_and_grad=md.ce_and_grad):
-    gamma = GAMMA if GAMMA is not None else md.default_gamma(BLOCK_SIZE)
-    return md.LossSpec(LOSS, gamma, LOSS_FORM, loss_chunk(), ce_and_grad)
+    return md.LossSpec(LOSS, GAMMA or md.default_gamma(BLOCK_SIZE), LOSS_FORM, loss_chunk(), ce_and_grad)
 
 
 # ----------------------------------------------------------------------------------------- the drafter
@@ -367,8 +364,8 @@ class Replica:
 
     def own(self, function):
         """Compiled for this replica's thread alone, where anything is."""
-        compiled = COMPILE and self.device.type == "cuda"
-        return flex_utils.compiled(function, self.index) if compiled else function
+        on = COMPILE and self.device.type == "cuda"
+        return flex_utils.compiled(function, self.index) if on else function
 
     @torch.no_grad()
     def copy_to_params(self):
@@ -1185,6 +1182,9 @@ def main(argv):
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return EXIT_USER
+    except BrokenPipeError:  # `inspect | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:  # before the threads start, or outside training: nothing to save
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -6,6 +6,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -274,6 +275,16 @@ def test_no_python_headers(tmp_path, monkeypatch, capfd, before_data):
     monkeypatch.setattr(trainer.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
     assert train(tmp_path / "o", DRAFTER_DEVICES="cuda:0", TARGET=random_target(hidden=128)) == 2
     one_line(capfd, "/nowhere/Python.h", "python3-dev")
+
+
+def test_a_reader_that_leaves_early(tmp_path):
+    """`inspect | head -1`"""
+    argv = [sys.executable, str(common.ROOT / "train_dflash.py"), "inspect", *common.arguments(tmp_path / "o")]
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    process.stdout.close()
+    assert "Traceback" not in process.stderr.read()
+    assert process.wait(60) == 128 + signal.SIGPIPE
 
 
 @pytest.mark.parametrize("name", ["DATA", "EVAL_DATA"])

@@ -240,7 +240,7 @@ def two_drafters(bench):
     devices = [bench.device, *(bench.second if bench.meter.cuda else [bench.device])]
     if len(devices) < 2:
         return bench.note("two drafters: there is no second GPU")
-    direct = bench.meter.cuda and not check_pairs([devices, devices[::-1]])
+    direct = bench.meter.cuda and not check_pairs([tuple(devices), tuple(devices[::-1])])
     td.ROWS_PER_STEP = 8  # replicas are built for it
     workers = [bench.rig.replica(index=i, device=d) for i, d in enumerate(devices)]
     items = [bench.rig.items(device=d) for d in devices]

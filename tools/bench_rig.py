@@ -236,6 +236,9 @@ class Steps(td.Run):
         self.replicas, self.items, self.direct, self.link_ms = replicas, items, direct, link_ms
         self.last = self.horizon = 10**6
 
+    def say(self, text):
+        """The bench prints its own lines."""
+
     def average(self, step):
         super().average(step)
         for w in self.replicas if self.link_ms else ():

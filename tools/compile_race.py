@@ -34,7 +34,8 @@ _here = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(_here))
 from flex_utils import (  # noqa: E402
     Gate, attend_flex, block_mask, compiled, make_attention, worker_compile_settings)
-from model_drafter import Drafter, DrafterConfig, Head, LossSpec, ce_and_grad, row_loss, slots_of  # noqa: E402
+from model_drafter import (  # noqa: E402
+    Drafter, DrafterConfig, Head, LossSpec, ce_and_grad, row_loss, slots_of)
 
 meaning = {  # of each fix
     "none": "nothing",
@@ -178,15 +179,16 @@ class DrafterWorker(Worker):
         self.drafter = Drafter(c, race.attend)
         self.drafter.init_weights(seed)
         self.drafter.to(device, self.dtype)
-        owner = self.name if race.fix == "gate" else "all"
+        owner, backend = self.name if race.fix == "gate" else "all", "inductor" if race.cuda else "aot_eager"
         for layer in self.drafter.layers:  # whole layers, as the trainer compiles them
-            layer.forward = race.fixed(compiled(layer.forward, owner, "inductor" if race.cuda else "aot_eager"))
+            layer.forward = race.fixed(compiled(layer.forward, owner, backend))
         self.optimizer = torch.optim.AdamW(self.drafter.parameters())
         self.embed = torch.nn.Embedding(c.vocab_size, c.hidden_size)
         self.head = Head(torch.nn.Linear(c.hidden_size, c.vocab_size, bias=False))
         for frozen in (self.embed, self.head):
             frozen.requires_grad_(False).to(device, self.dtype)
-        self.spec = LossSpec("decay", 4.0, LOSS_FORM, 16, compiled(ce_and_grad, owner) if race.cuda else ce_and_grad)
+        loss = compiled(ce_and_grad, owner) if race.cuda else ce_and_grad
+        self.spec = LossSpec("decay", 4.0, LOSS_FORM, 16, loss)
 
     def row(self, length):
         """Random target_hidden (1, S, L*D) and Slots: two conversations, every token supervised."""
