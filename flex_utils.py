@@ -160,8 +160,8 @@ def too_large_for_device(error):
 def worker_compile_settings(n_devices):
     """Call INSIDE each worker thread: from torch 2.12 on dynamo's configuration belongs to the thread.
 
-    One entry per (device, layer type, train/eval, loss part) must fit; at the default of 8 flex_attention
-    would turn dense, so reaching the limit is an error as well.
+    One entry per layer type, train/eval and loss part must fit, for each device where threads share code; at
+    the default of 8 flex_attention would turn dense, so reaching the limit is an error as well.
     """
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = 16 * max(4, n_devices)
@@ -182,11 +182,13 @@ def own_copy(function, owner):
 
 
 def compiled(function, owner, backend="inductor"):
-    """torch.compile of an owner's own copy of a function or method, for the one thread that calls it.
+    """torch.compile of an owner's own copy of a function or method, for the one thread that calls it. Copies
+    are kept; a module whose `forward` this replaces must not be deep-copied.
 
     Dynamo keeps the graphs of a code object in one list, in which the graph just used moves to the front, and
     lets other threads run between its looks at two of them: threads that share the code object miss graphs
-    that are there and compile again, at any time (torch 2.11-2.13; pytorch#193697 for a later one).
+    that are there and compile again, at any time (torch 2.11-2.13; pytorch#193697 for a later one). Not
+    fullgraph: it fails now and then in threads on torch 2.12-2.14.
     """
     plain = getattr(function, "__func__", function)
     own = own_copy(plain, owner)
@@ -226,7 +228,7 @@ class Gate:
 
     @contextmanager
     def work(self, kind, *signature):
-        """kind: 'train', 'eval' or 'target'; signature: what makes a new graph (device, shapes, dtypes)."""
+        """kind: 'train', 'eval', 'target', 'update'; signature: what makes a new graph (device, shapes, ...)."""
         key = (threading.current_thread(), kind, torch.is_grad_enabled(), signature)
         alone = key not in self._seen
         self._names.add(key[0].name)

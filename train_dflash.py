@@ -4,7 +4,7 @@
     python train_dflash.py NAME=VALUE ...         train with constants overridden
     python train_dflash.py inspect|eval|generate  look at the data, measure a checkpoint, decode a prompt
 
-The data path, in order (each name is a function below):
+The data path, in order (names of functions, here and in tools/):
 
     JSONL files  --build_conversations-->  token ids + turns, memory-mapped
                  --pack / make_row------>  rows of SEQ_LEN tokens, a pure function of (SEED, epoch, index)
@@ -48,7 +48,7 @@ import threading
 import time
 import types
 import typing
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -232,13 +232,10 @@ def load_target(device, tick=lambda: None):
     return target_files.load_model(TARGET, device, compute_dtype(device), SEED, tick)
 
 
-def calls_for(decoder, *streams):
-    """target_calls for these rows. What a call costs by itself is a guess: the host's time for a layer's
-    kernels, while the device could do so many FLOP; a factor of two changes little."""
-    weights = sum(p.numel() for p in decoder.layers.parameters())
-    layer_s, flops = (1e-3, 1e14) if next(decoder.parameters()).is_cuda else (1e-4, 1e11)
-    call_tokens = len(decoder.layers) * layer_s * flops / (2 * weights)
-    return target_calls(np.concatenate([s.conversations.lengths for s in streams if s]), SEQ_LEN, call_tokens)
+def calls_for(decoder, rows, *held_out):
+    """How a target runs them: chosen for `rows`; the others must fit."""
+    longest = max(int(s.conversations.lengths.max()) for s in (rows, *held_out) if s)
+    return target_calls(rows.conversations.lengths, longest, SEQ_LEN, target_files.call_tokens(decoder))
 
 
 def target_features(decoder, taps, row, calls, gate, device):
@@ -349,9 +346,10 @@ class Replica:
         self.masters = {n: weights[n].to(device, torch.float32, copy=True) for n in self.params}
         self.moments = {k: {n: torch.zeros_like(m) for n, m in self.masters.items()} for k in MOMENTS}
         self.count = torch.zeros((), device=device)  # updates that were not skipped
+        self.compiled = COMPILE and device.type == "cuda"
         self.adamw, self.spec = self.own(adamw), loss_spec(self.own(md.ce_and_grad))
-        # layers of a type share a graph; fullgraph fails now and then in threads on torch 2.12-2.14
-        for module in (*self.drafter.layers, self.drafter.hidden_norm, self.drafter.norm):
+        parts = (*self.drafter.layers, self.drafter.hidden_norm, self.drafter.norm)
+        for module in parts if self.compiled else ():  # layers of a type share a graph
             module.forward = self.own(module.forward)
         rows = ROWS_PER_STEP * machines
         self.stats = torch.zeros(rows, 5, dtype=torch.float64, device=device)
@@ -364,8 +362,7 @@ class Replica:
 
     def own(self, function):
         """Compiled for this replica's thread alone, where anything is."""
-        on = COMPILE and self.device.type == "cuda"
-        return flex_utils.compiled(function, self.index) if on else function
+        return flex_utils.compiled(function, self.index) if self.compiled else function
 
     @torch.no_grad()
     def copy_to_params(self):
@@ -544,7 +541,7 @@ class Run(flex_utils.Crew):
         self.out, self.first, self.evaluated_before = out, 0, None  # of the checkpoint that was resumed
         # what a checkpoint brings back; window: [step, rows of its ring] since the last log line
         self.kept = {"best": None, "low_loss": None, "turned": False, "skipped": 0, "bad_run": 0,
-                     "evaluated": None, "window": []}
+                     "evaluated": None, "window": [], "eval_data": None}
         self.ending, self.signal, self.fresh_best = False, None, False
         self.lines, self.saver = checkpoints.Lines(out), checkpoints.Saver(self, KEEP)
         self.bar, self.board = None, None
@@ -759,8 +756,9 @@ class Run(flex_utils.Crew):
 
     def say(self, text):
         with self.lines.lock:
-            tqdm.write(text) if self.bar else print(text, flush=True)
             self.lines.append("train.log", text)
+            with suppress(BrokenPipeError):  # the run outlives what reads it
+                tqdm.write(text) if self.bar else print(text, flush=True)
 
 
 def memory_gib():
@@ -775,15 +773,6 @@ def memory_gib():
 FIXED = ("SEED", "SEQ_LEN", "NUM_ANCHORS", "ROWS_PER_STEP", "LOSS", "CHAT_TEMPLATE_KWARGS")
 # what machines must share beside it, for every one decides by itself what happens after a step
 ALIKE = "LR", "WARMUP", "CLIP", "GAMMA", "LOG_EVERY", "EVAL_EVERY", "SAVE_EVERY", "K_BAD"
-
-
-def free_memory():
-    """Host memory in GiB. MemAvailable counts the page cache in, SC_AVPHYS_PAGES doesn't."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable:")) / 2**20
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2**30
 
 
 def preflight(run):
@@ -804,7 +793,8 @@ def preflight(run):
         return  # machine 0 saves
     with torch.device("meta"):
         n = sum(p.numel() for p in md.Drafter(run.config, None).parameters()) / 2**30
-    size, free, memory = n * 14, shutil.disk_usage(run.out).free / 2**30, free_memory()  # bf16, fp32, moments
+    # bf16, fp32, moments
+    size, free, memory = n * 14, shutil.disk_usage(run.out).free / 2**30, checkpoints.free_memory()
     there = len(checkpoints.step_directories(run.out))  # a run to resume has some already
     wanted = size * max(1, KEEP + 2 - there)
     print(f"a checkpoint is {size:.2f} GiB, {KEEP} newest and the best are kept (KEEP), "
@@ -823,12 +813,14 @@ def read_data(run, tokenizer, vocab):
     if EVAL_EVERY:
         run.eval_rows = EvalRows(
             read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", vocab, run.out, run.tick), SEQ_LEN)
+        run.kept["eval_data"] = run.eval_rows.conversations.fingerprint
         n, of = overlap(run.train_rows.conversations, run.eval_rows.conversations)
         if n:
             print(f"WARNING: {n} of {of} different conversations of EVAL_DATA = {EVAL_DATA} are in "
                   f"DATA = {DATA} too: tau will flatter")
     run.horizon = STEPS or run.train_rows.total(EPOCHS) // run.step_rows
-    need(run.horizon, f"DATA = {DATA}: EPOCHS = {EPOCHS} give too few rows, ROWS_PER_STEP = {ROWS_PER_STEP}")
+    need(run.horizon, f"DATA = {DATA}: EPOCHS = {EPOCHS} give {run.train_rows.total(EPOCHS)} rows, fewer than "
+         f"ROWS_PER_STEP = {ROWS_PER_STEP}: lower it or SEQ_LEN = {SEQ_LEN}, or set STEPS")
     run.last = min(run.horizon, STOP_AT or run.horizon)
 
 
@@ -877,7 +869,11 @@ def starting_point(run):
         print(f"resuming from {path}, step {info['step']}")
         if info["best"] and info["best"]["step"] == info["step"]:  # a kill can come before its link
             run.saver.point_best(info["step"])
-        return (info["step"], info["evaluated"], {name: info[name] for name in run.kept}), state
+        kept, ours = {name: info.get(name) for name in run.kept}, run.kept["eval_data"]
+        if ours and kept["eval_data"] not in (None, ours):
+            print(f"resume: EVAL_DATA = {EVAL_DATA} holds other conversations: the best is sought anew")
+            kept.update(best=None, low_loss=None, turned=False, evaluated=None)
+        return (info["step"], kept["evaluated"], {**kept, "eval_data": ours or kept["eval_data"]}), state
     checkpoints.truncate_lines(run.out, -1)  # of a run that was killed before its first save
     if INIT_FROM:
         theirs, weights = drafter_in("INIT_FROM")
@@ -1178,12 +1174,14 @@ def main(argv):
         words = [word for word in rest if mode == "inspect" and "=" not in word]
         override(word for word in rest if word not in words)
         check_settings()
-        return MODES[mode](*words)
+        code = MODES[mode](*words)
+        sys.stdout.flush()
+        return code
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return EXIT_USER
     except BrokenPipeError:  # `inspect | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:  # before the threads start, or outside training: nothing to save
         print("interrupted", file=sys.stderr)

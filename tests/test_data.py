@@ -900,7 +900,7 @@ def test_pack_a_million_conversations_in_seconds():
 @given(st.lists(st.integers(1, 512), min_size=1, max_size=60))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_calls_hold_every_conversation_once(lengths):
-    calls = packing.target_calls(lengths, 512, 10)
+    calls = packing.target_calls(lengths, max(lengths), 512, 10)
     assert len(calls.shapes) <= 6 and max(lengths) <= calls.shapes[-1][1] <= 512
     assert all(b == 1 or b * n <= 1024 for b, n in calls.shapes) and all(n % 8 == 0 for _, n in calls.shapes)
     plan = calls.plan(lengths)
@@ -910,16 +910,27 @@ def test_calls_hold_every_conversation_once(lengths):
         assert max(lengths[m] for m in members) <= length
 
 
-def test_target_lengths_pad_least():
-    """Against every choice of three lengths on the grid of 8."""
-    lengths = np.random.default_rng(0).integers(1, 65, 200)
-    best = min(
-        sum(min(x for x in (a, b, 64) if x >= n) - n for n in lengths)
-        for a in range(8, 65, 8)
-        for b in range(8, 65, 8)
-    )
-    got = packing.target_lengths(lengths, 64, most=3)
-    assert sum(min(x for x in got if x >= n) - n for n in lengths) == best
+@pytest.mark.parametrize("lengths, seq_len, call_tokens, most", [
+    (np.append(np.tile([40, 500], 20_000), 4096), 4096, 40, 1.1),          # two sources in turn
+    (np.append(np.random.default_rng(0).integers(40, 80, 60_000), 32_768), 32_768, 474, 1.3),  # one outlier
+    (np.full(100_000, 3), 131_072, 474, 3),
+    (np.append(np.random.default_rng(0).integers(200, 345, 9_000), [352] * 200), 16_384, 14_128, 1.5),
+    (np.full(1, 77), 4096, 474, 1.1), (np.full(500, 13), 13, 40, 1.3)])
+def test_the_padding_of_odd_data(lengths, seq_len, call_tokens, most):
+    """Tokens computed over tokens. The fourth: rows of the rare longest must not run one by one."""
+    calls = packing.target_calls(lengths, int(lengths.max()), seq_len, call_tokens)
+    plans = [calls.plan(lengths[row].tolist()) for row in packing.pack(lengths, 1, 0, seq_len)[:400]]
+    computed = sum(batch * n for plan in plans for batch, n, _ in plan)
+    assert computed / sum(lengths[row].sum() for row in packing.pack(lengths, 1, 0, seq_len)[:400]) < most
+    if call_tokens == 14_128:
+        assert max(len(plan) for plan in plans) <= 4
+
+
+def test_longer_held_out_conversations_change_the_last_shape_alone():
+    lengths = np.random.default_rng(0).integers(20, 500, 3000)
+    one, two = (packing.target_calls(lengths, longest, 4096, 474).shapes for longest in (int(lengths.max()), 4000))
+    assert two[-1][1] == 4000 and max(n for _, n in one) == 504 == max(n for _, n in two[:-1])
+    assert packing.target_calls(lengths, 300, 4096, 474).plan([int(lengths.max())])
 
 
 SHAPES = (1, 64), (2, 64), (4, 32), (3, 16), (1, 16)
@@ -955,7 +966,7 @@ def test_dear_calls_make_few_of_them(call_tokens, most_calls, most_padding):
     """Cheap calls: little padding. Dear ones (a small target on a GPU): a row in one call, now and then two."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(20, 500, 3000)
-    calls = packing.target_calls(lengths, 16384, call_tokens)
+    calls = packing.target_calls(lengths, 500, 16384, call_tokens)
     plans = [calls.plan(lengths[row].tolist()) for row in packing.pack(lengths, 1, 0, 16384)]
     computed = sum(batch * length for plan in plans for batch, length, _ in plan)
     assert np.mean([len(plan) for plan in plans]) < most_calls

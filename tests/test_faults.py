@@ -1,5 +1,6 @@
 """Nothing is lost: dead threads, wrong settings, signals, kill -9, damaged checkpoints, full disks."""
 import errno
+import json
 import os
 import random
 import re
@@ -277,14 +278,27 @@ def test_no_python_headers(tmp_path, monkeypatch, capfd, before_data):
     one_line(capfd, "/nowhere/Python.h", "python3-dev")
 
 
-def test_a_reader_that_leaves_early(tmp_path):
+@pytest.mark.parametrize("unbuffered", ["1", ""])
+def test_a_reader_that_leaves_early(tmp_path, unbuffered):
     """`inspect | head -1`"""
     argv = [sys.executable, str(common.ROOT / "train_dflash.py"), "inspect", *common.arguments(tmp_path / "o")]
-    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
     process.stdout.close()
-    assert "Traceback" not in process.stderr.read()
+    assert "BrokenPipe" not in process.stderr.read()
     assert process.wait(60) == 128 + signal.SIGPIPE
+
+
+def test_training_outlives_its_reader(tmp_path):
+    """`train | head -1`"""
+    argv = [sys.executable, str(common.ROOT / "train_dflash.py"), "train", *common.arguments(tmp_path / "o")]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert any("first rows of all" in line for line in process.stdout)  # the threads run
+    process.stdout.close()
+    process.stderr.read()
+    process.wait(120)
+    complete(tmp_path / "o" / "latest")
+    assert "done: " in (tmp_path / "o" / "train.log").read_text()
 
 
 @pytest.mark.parametrize("name", ["DATA", "EVAL_DATA"])
@@ -315,7 +329,7 @@ def test_a_resumed_run_needs_no_room_for_what_it_has(tmp_path, monkeypatch, capf
 
 
 def test_size_of_a_checkpoint_and_host_memory_are_said(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(trainer, "free_memory", lambda: 0.0)
+    monkeypatch.setattr(checkpoints, "free_memory", lambda: 0.0)
     straight(tmp_path / "o", STEPS=1, KEEP=3)
     lines = capfd.readouterr().out.splitlines()
     said, = (x for x in lines if x.startswith("a checkpoint is"))
@@ -714,6 +728,25 @@ def test_the_best_survives_a_resume(tmp_path, monkeypatch):
     out = straight(tmp_path / "o", STEPS=6, EVAL_EVERY=1, SAVE_EVERY=1, KEEP=1)
     assert sorted(p.name for p in out.glob("step_*")) == ["step_00000002", "step_00000006"]
     assert os.readlink(out / "best") == "step_00000002"
+
+
+def test_other_held_out_text_has_a_best_of_its_own(tmp_path, monkeypatch, capfd):
+    taus(monkeypatch, [1.0, 3.0, 2.5, 1.5, 2.0])
+    settings = dict(STEPS=4, EVAL_EVERY=2, SAVE_EVERY=1, KEEP=1)
+    straight(tmp_path / "o", **settings, STOP_AT=2)
+    assert os.readlink(tmp_path / "o" / "best") == "step_00000002"
+    out = straight(tmp_path / "o", **settings, EVAL_DATA=data_file("other", n=6, seed=9))
+    assert "holds other conversations" in capfd.readouterr().out
+    assert [m["tau"] for m in eval_lines(out)] == [1.0, 3.0, 2.5, 1.5]  # step 2 twice
+    assert os.readlink(out / "best") == "step_00000002"
+
+
+def test_eos_is_no_mask_token_where_it_is_the_padding_too(tmp_path, capfd):
+    target = shutil.copytree(random_target(), tmp_path / "target")
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "pad_token_id": EOS}))
+    assert train(tmp_path / "o", TARGET=target, MASK_TOKEN_ID=EOS) == 2
+    one_line(capfd, f"MASK_TOKEN_ID = {EOS}", "bos or eos")
 
 
 def test_a_best_that_could_not_be_saved_is_not_the_best(tmp_path, monkeypatch):

@@ -49,7 +49,7 @@ def main(argv):
         for name in ("first start (tokenises)", "second start"):
             data = timed(name, lambda: td.read_conversations(str(path), tokenizer, "DATA", len(tokenizer)))
         rows = timed("pack one epoch", lambda: packing.pack(data.lengths, 0, 0, td.SEQ_LEN))
-        timed("target shapes", lambda: packing.target_calls(data.lengths, td.SEQ_LEN, 300))
+        timed("target shapes", lambda: packing.target_calls(data.lengths, int(data.lengths.max()), td.SEQ_LEN, 300))
     tokens = data.stats["tokens"]
     print(f"mean {tokens / len(data):.1f} tokens a row; {1 - tokens / (len(rows) * td.SEQ_LEN):.4f} of "
           f"{len(rows)} packed rows is padding")

@@ -26,6 +26,15 @@ from safetensors.torch import load_file, save_file
 from flex_utils import UserError, need, refusing, start_thread
 from model_drafter import DrafterConfig
 
+def free_memory():
+    """Host memory in GiB. MemAvailable counts the page cache in, SC_AVPHYS_PAGES doesn't."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable:")) / 2**20
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2**30
+
+
 # ------------------------------------------------------------------------------ the published files
 
 def config_json(c):

@@ -57,44 +57,35 @@ def pack(lengths, seed, epoch, seq_len):
     return [rows[i] for i in rng.permutation(len(rows))]
 
 
-def target_lengths(lengths, seq_len, most):
-    """The at most `most` lengths, rising, that pad conversations least: dynamic programming on a grid of 64
-    multiples of 8."""
-    longest = int(max(lengths))
-    step = -(-longest // 512) * 8
-    grid = np.array([*range(step, longest, step), min(seq_len, -(-longest // 8) * 8)])
-    cell = np.searchsorted(grid, lengths)
-    count, total = np.bincount(cell, minlength=len(grid)), np.bincount(cell, lengths, len(grid))
-    count, total = np.concatenate([[0], np.cumsum(count)]), np.concatenate([[0], np.cumsum(total)])
-    # cost[i, j]: padding when grid[j] takes all conversations longer than grid[i - 1]
-    cost = grid[None, :] * (count[None, 1:] - count[:, None]) - (total[None, 1:] - total[:, None])
-    cost = cost.astype(float)
-    cost[np.tril_indices(len(count), -1, len(grid))] = np.inf
-    best, chosen = cost[0], [[j] for j in range(len(grid))]
-    for _ in range(most - 1):
-        with_one_more = best[:, None] + cost[1:]                 # (last but one, last)
-        before = with_one_more.argmin(0)
-        better = with_one_more.min(0) < best
-        chosen = [chosen[before[j]] + [j] if better[j] else chosen[j] for j in range(len(grid))]
-        best = np.minimum(best, with_one_more.min(0))
-    return [int(grid[j]) for j in chosen[-1]]
+def target_calls(lengths, longest, seq_len, call_tokens, most=6):
+    """Calls of at most `most` shapes for rows of such conversations, and for others of at most `longest`.
 
-
-def target_calls(lengths, seq_len, call_tokens, most=6):
-    """Calls of at most `most` shapes for such conversations in rows of seq_len tokens. Each shape in turn is
-    the one that makes some rows cheapest; then each is chosen once more beside the others."""
-    sample = np.asarray(lengths)[::max(1, len(lengths) // 16384)]
-    rows = [sorted(sample[m].tolist(), reverse=True) for m in pack(sample, 0, 0, seq_len)[:24]]
-    table = np.zeros((len(rows), max(map(len, rows))), np.int64)  # 0 where a row has fewer
-    for r, row in enumerate(rows):
-        table[r, :len(row)] = row
-    grid = target_lengths(lengths, seq_len, 16)
-    choices = [(b, n) for n in grid for b in BATCHES.tolist() if b == 1 or b * n <= 2 * seq_len]
-    shapes = [(1, grid[-1])]
-    for i in [*range(1, most), *range(1, most)]:
-        others = shapes[:i] + shapes[i + 1:]
-        shapes[i:i + 1] = [choices[int(np.argmin(row_costs(table, others, choices, call_tokens)))]]
+    Each shape in turn is the one that makes sample rows cheapest, the first of those that hold the longest;
+    then each is chosen once more beside the others. Lengths to choose from are quantiles of the tokens.
+    """
+    sample = np.sort(np.random.default_rng(0).permutation(lengths)[:16384])[::-1]
+    tokens = np.cumsum(sample)
+    some = sample[np.searchsorted(tokens, tokens[-1] * np.arange(24) / 24)]
+    choices = [(b, n) for n in sorted({min(seq_len, -(-int(n) // 8) * 8) for n in (*some, longest)})
+               for b in BATCHES.tolist() if b == 1 or b * n <= 2 * seq_len]
+    hold_all, shapes = [c for c in choices if c[1] == choices[-1][1]], []
+    table = sample_rows(sample, seq_len)
+    for i in [*range(most), *range(most)]:
+        others, some = shapes[:i] + shapes[i + 1:], choices if i else hold_all
+        shapes[i:i + 1] = [some[int(np.argmin(row_costs(table, others, some, call_tokens)))]]
     return Calls(sorted(set(shapes), key=lambda s: s[::-1]), call_tokens)
+
+
+def sample_rows(lengths, seq_len):
+    """Lengths -> (R, n): lengths of packed rows, falling, 0 where a row has fewer; the extreme rows are among
+    them. Every k-th conversation of rows with very many."""
+    rows = sorted(sorted(lengths[members].tolist())[::-1] for members in pack(lengths, 0, 0, seq_len))
+    rows = [row[::-(-len(row) // 512)] for row in rows]
+    width = max(map(len, rows))
+    table = np.zeros((min(len(rows), 72, max(8, 8192 // width)), width), np.int64)  # seconds of choosing
+    for r, i in enumerate(np.linspace(0, len(rows) - 1, len(table)).astype(int)):
+        table[r, :len(rows[i])] = rows[i]
+    return table
 
 
 def row_costs(table, shapes, choices, call_tokens):

@@ -4,6 +4,7 @@
     load_model      safetensors files -> one device, no second copy in host memory; or random weights in place
     check_weights   a missing, misshapen or unknown weight of the language model is an error with its name
     prove           hooks and head against the model's own outputs, labels against its argmax
+    call_tokens     what a call costs beside its tokens
     fast_path       says whether linear-attention layers run on the kernels made for them
 
 A target is a hub id, a directory, or random:DIR: the config in DIR, weights made on the device from a seed.
@@ -79,19 +80,19 @@ def mask_token(wanted, target, config, tokenizer):
     text = config.get_text_config()
     vocab = text.vocab_size
     eos = text.eos_token_id if isinstance(text.eos_token_id, (list, tuple)) else [text.eos_token_id]
-    roles = {*eos, text.bos_token_id, text.pad_token_id, getattr(tokenizer, "eos_token_id", None)} - {None}
+    taken = {*eos, text.bos_token_id, getattr(tokenizer, "eos_token_id", None)} - {None}
     if wanted is not None:
-        setting, taken = f"MASK_TOKEN_ID = {wanted}", roles - {text.pad_token_id}
-        need(0 <= wanted < vocab, f"{setting}: outside the vocabulary of {vocab}")
-        need(wanted not in taken, f"{setting}: is the target's bos or eos, of {sorted(roles)}")
+        need(0 <= wanted < vocab, f"MASK_TOKEN_ID = {wanted}: outside the vocabulary of {vocab}")
+        need(wanted not in taken, f"MASK_TOKEN_ID = {wanted}: is the target's bos or eos, of {sorted(taken)}")
         return wanted
     if KNOWN_MASK_IDS.get(config.model_type, vocab) < vocab:
         return KNOWN_MASK_IDS[config.model_type]
     free = []
     if tokenizer is not None:
         template = str(tokenizer.chat_template or "")
+        taken.add(text.pad_token_id)
         free = [i for i, t in sorted(tokenizer.added_tokens_decoder.items())
-                if t.special and i not in roles and t.content not in template and i < vocab]
+                if t.special and i not in taken and t.content not in template and i < vocab]
         free += range(max(len(tokenizer), 1), vocab)  # rows of the embedding that no token has
     need(free, f"MASK_TOKEN_ID = None: {target} has no unused token; name an id below {vocab}")
     return free[0]
@@ -243,3 +244,11 @@ def fast_path(decoder):
             absent = "installed but not used" if importlib.util.find_spec(package) else "not installed"
             words.append(f"{name} is {absent}: {cost}")
     print(f"linear-attention layers: {'; '.join(words)}")
+
+
+def call_tokens(decoder):
+    """What a call of it costs by itself, in tokens computed. A guess: the host's time for a layer's kernels,
+    while the device could do so many FLOP; a factor of two changes little."""
+    weights = sum(p.numel() for p in decoder.layers.parameters())
+    layer_s, flops = (1e-3, 1e14) if next(decoder.parameters()).is_cuda else (1e-4, 1e11)
+    return len(decoder.layers) * layer_s * flops / (2 * weights)
