@@ -1,4 +1,5 @@
 """tools/bench.py: its FLOP count is the published one, and it runs through where there is no GPU."""
+import re
 import sys
 from pathlib import Path
 
@@ -51,3 +52,9 @@ def test_wrong_settings_are_named(word, error, monkeypatch):
     monkeypatch.setattr(bench, name, getattr(bench, name))
     with pytest.raises(bench.flex_utils.UserError, match=error):
         bench.main([word])
+
+
+def test_what_the_readme_links_to_is_there():
+    root = Path(__file__).resolve().parents[1]
+    links = re.findall(r"\]\(([^)#]+)\)", (root / "README.md").read_text())
+    assert len(links) > 15 and [link for link in links if not (root / link).exists()] == []
