@@ -174,7 +174,8 @@ def override(args):
             none = text == "None" and type(None) in kinds
             globals()[name] = None if none else convert(text, kinds[0])
         except (ValueError, SyntaxError, TypeError):
-            wanted = "True or False" if hint is bool else hint if typing.get_args(hint) else hint.__name__
+            wanted = {bool: "True or False", dict: "a dict such as {'name': False}"}.get(
+                hint, hint if typing.get_args(hint) else hint.__name__)
             raise UserError(f"{name}={text}: expected {wanted}") from None
         print(f"setting {name} = {globals()[name]!r}")
 
@@ -1167,6 +1168,8 @@ MODES = {"train": train, "demo": train, "eval": evaluate_checkpoint, "generate":
 def main(argv):
     """[mode] NAME=VALUE ... -> exit code."""
     mode, rest = (argv[0], argv[1:]) if argv and "=" not in argv[0] else ("train", argv)
+    if {"-h", "--help"} & set(argv):
+        return print(__doc__) or 0
     try:
         one_of("mode", mode, MODES)
         if mode == "demo":

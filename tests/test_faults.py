@@ -122,6 +122,7 @@ WRONG = {
     "word for int": (dict(SEQ_LEN="abc"), "SEQ_LEN", "abc", "int"),
     "float for int": (dict(LOG_EVERY=1.5), "LOG_EVERY", "1.5", "int"),
     "list of words": (dict(TARGET_LAYER_IDS="a,b"), "TARGET_LAYER_IDS", "a,b", "None"),
+    "json for dict": (dict(CHAT_TEMPLATE_KWARGS='{"a": false}'), "CHAT_TEMPLATE_KWARGS", "a dict such as"),
     "word for bool": (dict(COMPILE="yes"), "COMPILE", "yes", "True or False"),
     "choice": (dict(LOSS="cubic"), "LOSS", "cubic", "decay", "dpace"),
     "zero": (dict(LR=0), "LR", "0"),
@@ -287,6 +288,11 @@ def test_a_reader_that_leaves_early(tmp_path, unbuffered):
     process.stdout.close()
     assert "BrokenPipe" not in process.stderr.read()
     assert process.wait(60) == 128 + signal.SIGPIPE
+
+
+def test_help_is_the_head_of_the_script(capsys):
+    assert trainer.main(["train", "--help"]) == 0
+    assert "The data path, in order" in capsys.readouterr().out
 
 
 def test_training_outlives_its_reader(tmp_path):
