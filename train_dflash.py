@@ -37,7 +37,6 @@ import json
 import math
 import os
 import queue
-import resource
 import shutil
 import signal
 import subprocess
@@ -66,7 +65,8 @@ from tools import checkpoints
 from tools import target as target_files
 from tools.conversations import Settings, build_conversations, overlap, resolve_files
 from tools.devices import (
-    Alone, HandOff, Machines, Stopwatch, check_pairs, receive, replica_of, sum_over_replicas, to_device)
+    Alone, HandOff, Machines, Stopwatch, check_pairs, memory_gib, receive, replica_of, sum_over_replicas,
+    to_device)
 from tools.packing import EvalRows, Row, RowStream, inspect_data, target_calls
 from tools.taps import Taps
 
@@ -229,6 +229,10 @@ def compute_dtype(device):
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 
+def compiles_on(device):
+    return COMPILE and torch.device(device).type == "cuda"
+
+
 def load_target(device, tick=lambda: None):
     return target_files.load_model(TARGET, device, compute_dtype(device), SEED, tick)
 
@@ -347,10 +351,9 @@ class Replica:
         self.masters = {n: weights[n].to(device, torch.float32, copy=True) for n in self.params}
         self.moments = {k: {n: torch.zeros_like(m) for n, m in self.masters.items()} for k in MOMENTS}
         self.count = torch.zeros((), device=device)  # updates that were not skipped
-        self.compiled = COMPILE and device.type == "cuda"
         self.adamw, self.spec = self.own(adamw), loss_spec(self.own(md.ce_and_grad))
         parts = (*self.drafter.layers, self.drafter.hidden_norm, self.drafter.norm)
-        for module in parts if self.compiled else ():  # layers of a type share a graph
+        for module in parts if compiles_on(device) else ():  # layers of a type share a graph
             module.forward = self.own(module.forward)
         rows = ROWS_PER_STEP * machines
         self.stats = torch.zeros(rows, 5, dtype=torch.float64, device=device)
@@ -363,7 +366,7 @@ class Replica:
 
     def own(self, function):
         """Compiled for this replica's thread alone, where anything is."""
-        return flex_utils.compiled(function, self.index) if self.compiled else function
+        return flex_utils.compiled(function, self.index) if compiles_on(self.device) else function
 
     @torch.no_grad()
     def copy_to_params(self):
@@ -762,13 +765,6 @@ class Run(flex_utils.Crew):
                 tqdm.write(text) if self.bar else print(text, flush=True)
 
 
-def memory_gib():
-    """Largest peak over the GPUs; the process's own peak where there is none."""
-    used = [torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())]
-    peak = max(used, default=0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
-    return round(peak / 2**30, 2)
-
-
 # -------------------------------------------------------------------------------------------- start-up
 # what a resumed run must share with the one that wrote the checkpoint; the rest may change and is printed
 FIXED = ("SEED", "SEQ_LEN", "NUM_ANCHORS", "ROWS_PER_STEP", "LOSS", "CHAT_TEMPLATE_KWARGS")
@@ -794,8 +790,8 @@ def preflight(run):
         return  # machine 0 saves
     with torch.device("meta"):
         n = sum(p.numel() for p in md.Drafter(run.config, None).parameters()) / 2**30
-    # bf16, fp32, moments
-    size, free, memory = n * 14, shutil.disk_usage(run.out).free / 2**30, checkpoints.free_memory()
+    size = n * 14  # bf16, fp32, moments
+    free, memory = shutil.disk_usage(run.out).free / 2**30, checkpoints.free_memory()
     there = len(checkpoints.step_directories(run.out))  # a run to resume has some already
     wanted = size * max(1, KEEP + 2 - there)
     print(f"a checkpoint is {size:.2f} GiB, {KEEP} newest and the best are kept (KEEP), "
@@ -819,8 +815,9 @@ def read_data(run, tokenizer, vocab):
         if n:
             print(f"WARNING: {n} of {of} different conversations of EVAL_DATA = {EVAL_DATA} are in "
                   f"DATA = {DATA} too: tau will flatter")
-    run.horizon = STEPS or run.train_rows.total(EPOCHS) // run.step_rows
-    need(run.horizon, f"DATA = {DATA}: EPOCHS = {EPOCHS} give {run.train_rows.total(EPOCHS)} rows, fewer than "
+    rows = None if STEPS else run.train_rows.total(EPOCHS)  # packs them all
+    run.horizon = STEPS or rows // run.step_rows
+    need(run.horizon, f"DATA = {DATA}: EPOCHS = {EPOCHS} give {rows} rows, fewer than "
          f"ROWS_PER_STEP = {ROWS_PER_STEP}: lower it or SEQ_LEN = {SEQ_LEN}, or set STEPS")
     run.last = min(run.horizon, STOP_AT or run.horizon)
 

@@ -23,7 +23,7 @@ VARIANTS = {  # name -> what differs from the settings on the command line
     "1 layer": ["DRAFT_LAYERS=1"], "3 layers": ["DRAFT_LAYERS=3"],
     "3 layers seed 1": ["DRAFT_LAYERS=3", "SEED=1"],
     "sliding x 4 + full W 64": ["SLIDING_WINDOW=64",
-                                 "LAYER_TYPES=" + "sliding_attention," * 4 + "full_attention"],
+                                "LAYER_TYPES=" + "sliding_attention," * 4 + "full_attention"],
     "K 16": ["BLOCK_SIZE=16"], "K 16 seed 1": ["BLOCK_SIZE=16", "SEED=1"],
     "K 16 dpace": ["BLOCK_SIZE=16", "LOSS=dpace"],
     "gamma 2": ["GAMMA=2.0"], "gamma 8": ["GAMMA=8.0"],

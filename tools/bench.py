@@ -150,8 +150,8 @@ def ceiling(bench):
 def loss_alone(bench):
     """Forward and backward; extra memory: all beyond hidden states and head, (M, D) gradients included."""
     c, rig, rows = bench.rig.config(), bench.rig, []
-    cuda = td.COMPILE and bench.device.type == "cuda"
-    spec = td.loss_spec(flex_utils.compiled(md.ce_and_grad, "bench") if cuda else md.ce_and_grad)
+    on = td.compiles_on(bench.device)
+    spec = td.loss_spec(flex_utils.compiled(md.ce_and_grad, "bench") if on else md.ce_and_grad)
     m = spec.chunk * 2 * max(1, td.NUM_ANCHORS * (c.block_size - 1) // spec.chunk // 2)
     losses = {form: lambda h, y, form=form: md.chunked_ce(h, rig.head, y, spec.chunk, form, spec.ce_and_grad)
               for form in ("checkpoint", "fused")}

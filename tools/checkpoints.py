@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from flex_utils import UserError, need, refusing, start_thread
 from model_drafter import DrafterConfig
 
+
 def free_memory():
     """Host memory in GiB. MemAvailable counts the page cache in, SC_AVPHYS_PAGES doesn't."""
     try:

@@ -7,8 +7,10 @@
     sum_over_replicas            gradients over drafters, the same bits on every one
     Alone / Machines             gradients, decisions and a checkpoint over machines, by torch.distributed
     Stopwatch                    seconds of all this, on the device's own clock
+    memory_gib                   the largest peak
 """
 import os
+import resource
 import sys
 import threading
 import time
@@ -43,6 +45,13 @@ def replica_of(module, device, bad_pairs=frozenset()):
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         memo[id(tensor)] = torch.nn.Parameter(moved, requires_grad=False) if is_parameter else moved
     return deepcopy(module, memo)
+
+
+def memory_gib():
+    """Largest peak over the GPUs; the process's own peak where there is none."""
+    used = [torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())]
+    peak = max(used, default=0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
+    return round(peak / 2**30, 2)
 
 
 def check_pairs(pairs, copy=transfer, n=1 << 20):

@@ -65,8 +65,8 @@ def target_calls(lengths, longest, seq_len, call_tokens, most=6):
     """
     sample = np.sort(np.random.default_rng(0).permutation(lengths)[:16384])[::-1]
     tokens = np.cumsum(sample)
-    some = sample[np.searchsorted(tokens, tokens[-1] * np.arange(24) / 24)]
-    choices = [(b, n) for n in sorted({min(seq_len, -(-int(n) // 8) * 8) for n in (*some, longest)})
+    quantiles = sample[np.searchsorted(tokens, tokens[-1] * np.arange(24) / 24)]
+    choices = [(b, n) for n in sorted({min(seq_len, -(-int(n) // 8) * 8) for n in (*quantiles, longest)})
                for b in BATCHES.tolist() if b == 1 or b * n <= 2 * seq_len]
     hold_all, shapes = [c for c in choices if c[1] == choices[-1][1]], []
     table = sample_rows(sample, seq_len)
