@@ -21,6 +21,8 @@ import model_drafter as md  # noqa: E402
 from common import assert_same, eval_lines, log_lines, losses, message_file  # noqa: E402
 from common import random_target, straight, threads  # noqa: E402
 from tools import packing  # noqa: E402
+from tools import target as target_files  # noqa: E402
+from tools.taps import TappedForward  # noqa: E402
 
 SLIDING, FULL, CPU = "sliding_attention", "full_attention", torch.device("cpu")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -305,6 +307,19 @@ def test_gpu_small_tiles_give_the_same_numbers(gpu_rows):
     (hidden, loss, grads), (hidden_small, loss_small, grads_small) = gpu_rows["flex"], gpu_rows["small"]
     assert gap(hidden_small, hidden) < 0.01 and abs(loss_small - loss) < 0.005 * abs(loss)
     assert gap(list(grads_small.values()), list(grads.values())) < 0.02
+
+
+@gpu
+def test_gpu_target_as_a_graph_gives_the_same_features():
+    """each shape's CUDA graph against transformers' own forward, other ids every time."""
+    path = random_target(hidden=128, heads=2, kv_heads=1)
+    decoder = target_files.load_model(path, "cuda:0", torch.bfloat16, 0).get_decoder()
+    forward = TappedForward(decoder, (0, 2))
+    with torch.no_grad():
+        for shape in [(4, 64), (1, 256), (4, 64), (1, 256), (4, 64)]:
+            ids = torch.randint(5, common.VOCAB, shape, device="cuda")
+            assert gap(forward(ids).float(), forward.eager(ids).float()) < 0.01
+    assert not forward.refused and len(forward.graphs) == 2
 
 
 @gpu

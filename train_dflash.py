@@ -68,7 +68,7 @@ from tools.devices import (
     Alone, HandOff, Machines, Stopwatch, check_pairs, memory_gib, receive, replica_of, sum_over_replicas,
     to_device)
 from tools.packing import EvalRows, Row, RowStream, inspect_data, target_calls
-from tools.taps import Taps
+from tools.taps import TappedForward
 
 # ------------------------------------------------------------------ constants: they ARE the 8-GPU job
 # target and devices
@@ -243,7 +243,7 @@ def calls_for(decoder, rows, *held_out):
     return target_calls(rows.conversations.lengths, longest, SEQ_LEN, target_files.call_tokens(decoder))
 
 
-def target_features(decoder, taps, row, calls, gate, device):
+def target_features(forward, row, calls, gate, device):
     """Hidden states of the tapped layers for one packed row -> (1, S, L*D) on `device`, zeros where padded.
 
     Conversations run as batch rows padded on the RIGHT to a few fixed shapes: left padding would enter the
@@ -257,8 +257,7 @@ def target_features(decoder, taps, row, calls, gate, device):
         ids[in_call] = row.ids[in_row]
         ids, in_row, in_call = (to_device(torch.from_numpy(a), device) for a in (ids, in_row, in_call))
         with gate.work("target", str(device), batch, length):
-            decoder(input_ids=ids.view(batch, length), use_cache=False)
-            hidden = taps.collect()                                     # (batch, length, L*D)
+            hidden = forward(ids.view(batch, length))                   # (batch, length, L*D)
         if out is None:
             out = hidden.new_zeros(len(row.ids), hidden.shape[-1])
         out[in_row] = hidden.flatten(0, 1)[in_call]
@@ -281,13 +280,13 @@ def target_worker(run, t):
     """Thread t: rows of the jobs t, t+T, ... through its replica, in order, to each one's drafter."""
     device = torch.device(TARGET_DEVICES[t])
     run.enter_thread(device)
-    decoder, hand_off = run.decoders[t], HandOff(device, run.bad_pairs)
-    taps = Taps(decoder.layers, run.config.target_layer_ids)
+    forward = TappedForward(run.decoders[t], run.config.target_layer_ids)
+    hand_off = HandOff(device, run.bad_pairs)
     for kind, index in itertools.islice(run.jobs(), t, None, len(TARGET_DEVICES)):
         run.check()
         row, anchors = (run.train_rows if kind == "train" else run.eval_rows).row(index)
         with torch.no_grad(), GATE.first_step():
-            hidden = target_features(decoder, taps, row, run.calls, GATE, device)
+            hidden = target_features(forward, row, run.calls, GATE, device)
         d = index % len(DRAFTER_DEVICES)
         to = run.replicas[d].device
         moved, slots, ready = hand_off.send(hidden, to, lambda: make_slots(row, anchors, to))
@@ -1078,11 +1077,11 @@ def evaluate_checkpoint():
     config, decoder, sums = w.drafter.config, model.get_decoder(), EvalSums()
     rows = EvalRows(read_conversations(EVAL_DATA, tokenizer, "EVAL_DATA", config.vocab_size), SEQ_LEN)
     calls = calls_for(decoder, rows)
-    taps = Taps(decoder.layers, config.target_layer_ids)
+    forward = TappedForward(decoder, config.target_layer_ids)
     for i in tqdm(range(len(rows.rows)), unit="row", disable=not sys.stderr.isatty()):
         row, anchors = rows.row(i)
         with torch.no_grad():
-            hidden = target_features(decoder, taps, row, calls, GATE, model.device)
+            hidden = target_features(forward, row, calls, GATE, model.device)
         evaluate_row(w, Item("eval", i, row, hidden, make_slots(row, anchors, w.device), None), sums)
     print(json.dumps(sums.metrics()))
     return 0

@@ -288,8 +288,8 @@ def poison(patch, rows, value=math.nan):
     """Hidden states of these training rows hold one bad number each."""
     inner = trainer.target_features
 
-    def bad(decoder, taps, row, *args):
-        hidden = inner(decoder, taps, row, *args)
+    def bad(forward, row, *args):
+        hidden = inner(forward, row, *args)
         if row.index in rows:
             hidden[0, 3, 5] = value
         return hidden

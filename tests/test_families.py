@@ -1,6 +1,7 @@
 """Targets of other families, tiny and random: each trains, saves, evaluates again to the same tau, and decodes
 without loss. What differs is real: q/k norms, scaled embeddings, tied heads, experts, linear layers, a wrapper."""
 import json
+import types
 
 import common
 import pytest
@@ -12,6 +13,7 @@ import model_drafter as md
 import train_dflash as td
 from tools import checkpoints
 from tools import target as target_files
+from tools.taps import TappedForward
 
 SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
              num_key_value_heads=2, head_dim=8, max_position_embeddings=512, eos_token_id=EOS, pad_token_id=PAD)
@@ -71,3 +73,34 @@ def assert_lossless(target, config, weights):
                                                prompt, 24, {EOS})
     assert answer.tolist() == plain[0, 12:].tolist()
     assert sum(produced) == len(answer) - 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_embedding_and_layers_alone_are_the_whole_forward(family):
+    """What a CUDA graph of a target holds, with the arguments of another call, against transformers' forward."""
+    torch.manual_seed(0)
+    decoder = FAMILIES[family]().eval().get_decoder()
+    forward = TappedForward(decoder, (0, 2))
+    ids, other = torch.randint(5, VOCAB, (2, 3, 20))
+    with torch.no_grad():
+        assert torch.equal(forward.layers_alone(ids, forward.arguments(other)), forward.eager(ids))
+    assert not any(layer._forward_pre_hooks for layer in decoder.layers)
+
+
+@pytest.mark.parametrize("trouble, told", [("raises", "operation not permitted"), ("differs", "differs from")])
+def test_a_target_that_cannot_be_captured_runs_eagerly_and_says_so(trouble, told, capsys, monkeypatch):
+    forward = TappedForward(FAMILIES["llama"]().eval().get_decoder(), (0, 2))
+    ids = torch.randint(5, VOCAB, (3, 20))
+
+    def capture(ids):
+        if trouble == "raises":
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
+        graph = types.SimpleNamespace(replay=lambda: None)
+        return graph, ids.clone(), forward.eager(ids) * 1.1, None
+    monkeypatch.setattr(forward, "capture", capture)
+    with torch.no_grad():
+        want = forward.eager(ids)
+        assert torch.equal(forward.first(ids), want)
+    assert forward.refused and not forward.graphs
+    said = capsys.readouterr().out
+    assert told in said and "(3, 20)" in said and len(said.splitlines()) == 1

@@ -903,15 +903,16 @@ def test_half_a_line_of_metrics_does_not_stop_a_resume(tmp_path, undisturbed, ta
 def _die_beside(name, stuck):
     """Target 0 dies at row 8 while the thread `stuck` spends a minute in `name`, as in a long compile."""
     def hung(*args, inner=getattr(trainer, name)):
-        if threading.current_thread().name == stuck and args[2].index >= 2:  # past its first step
+        row = args[2 if name == "micro_step" else 1]
+        if threading.current_thread().name == stuck and row.index >= 2:  # past its first step
             time.sleep(60)
         return inner(*args)
     setattr(trainer, name, hung)
 
-    def dies(decoder, taps, row, *args, inner=trainer.target_features):
+    def dies(forward, row, *args, inner=trainer.target_features):
         if threading.current_thread().name == "target-0" and row.index >= 8:  # drafter 0 has begun row 2
             raise RuntimeError("boom in target_features")
-        return inner(decoder, taps, row, *args)
+        return inner(forward, row, *args)
     trainer.target_features = dies
 
 

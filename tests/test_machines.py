@@ -156,8 +156,8 @@ def _poisoned(rank, size, port, rows):
     _machine(rank, size, port)
     inner = common.trainer.target_features
 
-    def bad(decoder, taps, row, *args):
-        hidden = inner(decoder, taps, row, *args)
+    def bad(forward, row, *args):
+        hidden = inner(forward, row, *args)
         if row.index in rows:
             hidden[0, 3, 5] = float("nan")
         return hidden

@@ -339,6 +339,10 @@ class TimedRun(td.Run):
         self.cpu_at = {}
         super().__init__(out)
 
+    def enter_thread(self, device):
+        super().enter_thread(device)
+        torch.set_num_threads(1)  # as where devices do the work
+
     def restart_window(self, step):
         super().restart_window(step)
         self.cpu_at[step] = time.process_time()

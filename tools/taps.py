@@ -1,4 +1,4 @@
-"""What is read from a target that runs, on training rows (Taps) and while it decodes an answer (LiveTarget).
+"""What is read from a target that runs: on training rows (Taps, TappedForward), while it decodes (LiveTarget).
 
 Shapes: B conversations, T tokens each, D hidden size, L tapped layers, V vocabulary.
 """
@@ -29,6 +29,86 @@ class Taps:
     def remove(self):
         for handle in self.handles:
             handle.remove()
+
+
+class TappedForward:
+    """A frozen decoder up to its last tap, one thread's: ids (B, T) -> (B, T, L*D), good until the next call.
+
+    On CUDA every shape's first call makes a CUDA graph, which the host launches at once: a layer is some
+    twenty kernels, and threads that launch them one by one wait for each other's turn in the interpreter.
+    transformers' forward can't be captured (it reads position ids back), so the graph is the embedding and the
+    layers with the arguments that transformers gave them: masks and rotary tables, made from the shape. A
+    decoder with more to it, or one that waits for its device, runs eagerly and says so.
+    """
+
+    def __init__(self, decoder, ids):
+        self.decoder, self.taps, self.layers = decoder, Taps(decoder.layers, ids), decoder.layers[:max(ids) + 1]
+        self.graphs, self.refused = {}, False
+        self.stream = self.pool = None  # of the captures
+
+    def __call__(self, ids):
+        if not ids.is_cuda or self.refused:
+            return self.eager(ids)
+        if ids.shape not in self.graphs:
+            return self.first(ids)
+        return self.replay(ids)
+
+    def replay(self, ids):
+        graph, given, hidden, _ = self.graphs[ids.shape]
+        given.copy_(ids)
+        graph.replay()
+        return hidden
+
+    def eager(self, ids):
+        self.decoder(input_ids=ids, use_cache=False)
+        return self.taps.collect()
+
+    def arguments(self, ids):
+        """What transformers gives each layer beside the hidden states: [(positional, keyword)]."""
+        seen = []
+        handles = [layer.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args[1:], kwargs)),
+                                                   with_kwargs=True) for layer in self.layers]
+        self.eager(ids)
+        for handle in handles:
+            handle.remove()
+        return seen
+
+    def layers_alone(self, ids, arguments):
+        hidden = self.decoder.get_input_embeddings()(ids)
+        for layer, (args, kwargs) in zip(self.layers, arguments):
+            out = layer(hidden, *args, **kwargs)
+            hidden = out[0] if isinstance(out, tuple) else out
+        return self.taps.collect()
+
+    def first(self, ids):
+        """A shape's first call, alone in the gate: kernels are tuned, captured, and compared."""
+        expected = self.eager(ids)
+        try:
+            self.graphs[ids.shape] = self.capture(ids)
+            error = (self.replay(ids).float() - expected.float()).norm() / expected.float().norm()
+            reason = None if error <= 0.01 else f"it differs from transformers' forward by {error:.2g}"
+        except RuntimeError as e:
+            reason = str(e).splitlines()[0]
+        if reason:
+            self.graphs, self.refused = {}, True
+            self.taps.caught.clear()
+            print(f"target on {ids.device}: no CUDA graph of {tuple(ids.shape)} tokens, its kernels are launched "
+                  f"one by one: {reason}", flush=True)
+        return expected
+
+    def capture(self, ids):
+        """-> graph, its input, its output, and what must live as long."""
+        given, other = ids.clone(), ids.flip(-1)  # other ids: arguments that depend on them show
+        with torch.cuda.device(ids.device), torch.cuda.stream(torch.cuda.current_stream(ids.device)):
+            self.stream = self.stream or torch.cuda.Stream()
+            self.pool = self.pool or torch.cuda.graph_pool_handle()
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):  # where the libraries make their workspaces
+                arguments = self.arguments(other)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, self.pool, self.stream, "thread_local"):
+                hidden = self.layers_alone(given, arguments)
+        return graph, given, hidden, (arguments, other)
 
 
 class LiveTarget:
