@@ -289,11 +289,11 @@ def chunked_ce(hidden, head, labels, chunk, form="checkpoint", ce_and_grad=ce_an
 
 
 class RowResult(NamedTuple):
-    loss: torch.Tensor         # () sum of w*ce, with gradient; the step divides by its summed denominators
-    denominator: torch.Tensor  # () sum of w ("decay") or number of valid blocks ("dpace")
-    ce: torch.Tensor           # (N, K) detached, 0 where a slot doesn't count
-    matches: torch.Tensor      # (N,) leading slots 1.. whose argmax equals the label
-    correct: torch.Tensor      # (N, K) bool
+    loss: torch.Tensor     # () sum of w*ce, with gradient; see train_dflash.divisor
+    weight: torch.Tensor   # () sum of w
+    ce: torch.Tensor       # (N, K) detached, 0 where a slot doesn't count
+    matches: torch.Tensor  # (N,) leading slots 1.. whose argmax equals the label
+    correct: torch.Tensor  # (N, K) bool
 
 
 class LossSpec(NamedTuple):
@@ -334,9 +334,8 @@ def row_loss(drafter, embed, head, target_hidden, slots, make_mask, spec):
     ce = torch.where(counts, grid(ce_rows), 0.0)
     correct = grid(right_rows) & counts
     weights = slot_weights(ce, counts, spec.kind, spec.gamma)
-    denominator = weights.sum() if spec.kind == "decay" else counts.any(1).sum().float()
     matches = correct[:, 1:].cumprod(1).sum(1)
-    return RowResult((weights * ce).sum(), denominator, ce.detach(), matches, correct)
+    return RowResult((weights * ce).sum(), weights.sum(), ce.detach(), matches, correct)
 
 
 # --------------------------------------------------------------------------------------- acceptance

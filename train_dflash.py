@@ -47,7 +47,7 @@ import threading
 import time
 import types
 import typing
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -101,8 +101,8 @@ ROWS_PER_STEP: int = 12                               # R, over the drafters of 
 LR: float = 6e-4
 WARMUP: float = 0.04                                  # share of the horizon, linear; cosine to 0 after it
 CLIP: float = 1.0                                     # global gradient norm
-LOSS: str = "decay"                                   # "decay" | "dpace"
-GAMMA: float | None = None                            # decay, slots; None: 7, 5, 4 for K 16, 10, 8, else K/2
+LOSS: str = "dpace"                                   # weights of the slots: "dpace" | "decay", DFlash's own
+GAMMA: float | None = None                            # "decay", slots; None: 7, 5, 4 for K 16, 10, 8, else K/2
 LOSS_FORM: str = "fused"                              # "fused": gradient in forward | "checkpoint"
 LOSS_CHUNK: int = 1280                                # rows of logits alive at a time; best a multiple of 128
 # running
@@ -291,9 +291,8 @@ def target_worker(run, t):
         to = run.replicas[d].device
         moved, slots, ready = hand_off.send(hidden, to, lambda: make_slots(row, anchors, to))
         run.tick()
-        began = time.perf_counter()
-        run.put(t, d, Item(kind, index, row, moved, slots, ready))
-        run.target_wait[t] += (time.perf_counter() - began) * (kind == "train")
+        with run.target_watches[t] if kind == "train" else nullcontext():
+            run.put(t, d, Item(kind, index, row, moved, slots, ready))
 
 
 def make_slots(row, anchors, device):
@@ -314,7 +313,7 @@ def loss_spec(ce_and_grad=md.ce_and_grad):
 
 # ----------------------------------------------------------------------------------------- the drafter
 # columns of the per-row statistics, summed over drafters with the gradients
-LOSS_SUM, DENOMINATOR, MATCHES, ANCHORS, BAD = range(5)
+LOSS_SUM, WEIGHT, MATCHES, ANCHORS, BAD = range(5)
 MOMENTS = "exp_avg", "exp_avg_sq"  # AdamW's
 BETAS, EPS = (0.9, 0.999), 1e-8
 
@@ -378,7 +377,7 @@ class Replica:
         over the step: their division by the denominator and the clip are one scale."""
         grads = [p.grad for p in self.params.values()]
         norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
-        raw, denominator = torch.linalg.vector_norm(norms), self.stats[:, DENOMINATOR].sum().float()
+        raw, denominator = torch.linalg.vector_norm(norms), divisor(self.stats).float()
         bad = ~(torch.isfinite(raw) & torch.isfinite(self.stats[:, LOSS_SUM].sum()))
         skip = bad | (denominator == 0)
         norm = raw / denominator.clamp(min=1e-30)
@@ -418,7 +417,7 @@ def micro_step(run, w, item):
         result.loss.backward()
     valid = item.slots[0].counted > 0
     w.stats[item.index % len(w.stats)] = torch.stack([
-        result.loss.detach().double(), result.denominator.double(), (result.matches * valid).sum().double(),
+        result.loss.detach().double(), result.weight.double(), (result.matches * valid).sum().double(),
         valid.sum().double(), (~torch.isfinite(result.loss.detach())).double()])
     run.tick()
 
@@ -438,6 +437,12 @@ def train_step(run, w, plan):
     w.update(learning_rate(plan.step, run.horizon), plan.step % LOG_EVERY)
 
 
+def divisor(stats):
+    """(rows, 5) of a step -> what its sum of w*ce is divided by: the weights' sum, for D-PACE, whose weights
+    are numbers of tokens, the valid blocks. The log's losses are divided by the weights' sum either way."""
+    return stats[:, ANCHORS if LOSS == "dpace" else WEIGHT].sum()
+
+
 def learning_rate(step, horizon):
     """Linear warm-up over WARMUP of the horizon, then cosine to 0. step counts from 0."""
     warm = max(1, round(WARMUP * horizon))
@@ -452,19 +457,19 @@ class EvalSums:
     """Sums of one drafter's share of the held-out rows; added up over drafters on the host."""
 
     def __init__(self):
-        self.loss = self.denominator = 0.0
+        self.loss = self.weight = 0.0
         self.right, self.counts = np.zeros(BLOCK_SIZE), np.zeros(BLOCK_SIZE)
         self.passes = {}  # source -> tokens produced by each pass
 
     def add(self, other):
-        self.loss, self.denominator = self.loss + other.loss, self.denominator + other.denominator
+        self.loss, self.weight = self.loss + other.loss, self.weight + other.weight
         self.right, self.counts = self.right + other.right, self.counts + other.counts
         for source, produced in other.passes.items():
             self.passes.setdefault(source, []).extend(produced)
 
     def metrics(self):
         every = [p for produced in self.passes.values() for p in produced]
-        out = {"eval_loss": self.loss / max(self.denominator, 1e-9),
+        out = {"eval_loss": self.loss / max(self.weight, 1e-9),
                "tau": float(np.mean(every)) if every else 1.0,
                "acc_k": [round(float(r / max(c, 1)), 4) for r, c in zip(self.right[1:], self.counts[1:])]}
         if len(self.passes) > 1:
@@ -486,7 +491,7 @@ def evaluate_row(w, item, sums):
     sums.counts += ((slot >= 1) & (slot <= length[anchors, None])).sum(0)
     sums.right += sum(r.correct.sum(0).cpu().numpy() for r in results)
     sums.loss += sum(r.loss.item() for r in results)
-    sums.denominator += sum(r.denominator.item() for r in results)
+    sums.weight += sum(r.weight.item() for r in results)
     for a in anchors[(anchors == 0) | (length[anchors - 1] != length[anchors] + 1)]:  # an answer's first
         n_tokens = int(length[a]) + 1
         produced = md.walk(matches[a:a + n_tokens], n_tokens)
@@ -548,6 +553,8 @@ class Run(flex_utils.Crew):
         self.ending, self.signal, self.fresh_best = False, None, False
         self.lines, self.saver = checkpoints.Lines(out), checkpoints.Saver(self, KEEP)
         self.bar, self.board = None, None
+        self.target_watches, self.drafter_watches = (
+            [Stopwatch(torch.device(d)) for d in devices] for devices in (TARGET_DEVICES, DRAFTER_DEVICES))
         self.reduce_watch = Stopwatch(torch.device(DRAFTER_DEVICES[0]))
         self.queues = [[queue.Queue(QUEUE_DEPTH) for _ in DRAFTER_DEVICES] for _ in TARGET_DEVICES]
         self.restart_window(0)
@@ -585,11 +592,10 @@ class Run(flex_utils.Crew):
             w.jobs_seen += 1
             if index % len(DRAFTER_DEVICES) != w.index:
                 continue
-            began = time.perf_counter()
-            item = self.wait_for(lambda: self.queues[t][w.index].get(timeout=0.5), queue.Empty)
-            self.drafter_wait[w.index] += (time.perf_counter() - began) * (kind == "train")
+            with self.drafter_watches[w.index] if kind == "train" else nullcontext():
+                item = self.wait_for(lambda: self.queues[t][w.index].get(timeout=0.5), queue.Empty)
+                receive((item.hidden, *(t for s in item.slots for t in s)), item.ready, w.device)
             assert item[:2] == (kind, index), f"expected {kind} row {index}, got {item.kind} {item.index}"
-            receive((item.hidden, *(t for s in item.slots for t in s)), item.ready, w.device)
             yield item
 
     def put(self, t, d, item):
@@ -705,9 +711,10 @@ class Run(flex_utils.Crew):
         steps, self.kept["window"] = [rows for _, rows in self.kept["window"]], []
         sums = np.stack([np.sum(rows[:-1], 0) for rows in steps])       # (steps, 5)
         good = sums[np.isfinite(sums[:, LOSS_SUM])]
-        losses = [r[LOSS_SUM] / r[DENOMINATOR] for r in good if r[DENOMINATOR] > 0]
+        losses = [r[LOSS_SUM] / r[WEIGHT] for r in good if r[WEIGHT] > 0]
         norms = [rows[-1][0] for rows in steps if np.isfinite(rows[-1][0])]
-        wait, target_wait = float(np.mean(self.drafter_wait)), float(np.mean(self.target_wait))
+        target_wait, wait = (float(np.mean([watch.take() for watch in watches]))
+                             for watches in (self.target_watches, self.drafter_watches))
         reduce = self.reduce_watch.take()
         values = {
             "step": step, "loss": float(np.mean(losses)) if losses else None,
@@ -748,7 +755,6 @@ class Run(flex_utils.Crew):
         """Timing starts anew at `step`, up to which the ring has been read."""
         self.read = self.logged = step
         self.window_start, self.eval_s = time.perf_counter(), 0.0
-        self.drafter_wait, self.target_wait = [0.0] * len(DRAFTER_DEVICES), [0.0] * len(TARGET_DEVICES)
 
     def record(self, values):
         """One JSON object a line in metrics.jsonl; tensorboard too, where it is installed."""
@@ -1063,6 +1069,7 @@ def open_checkpoint():
     target_files.load_config(TARGET)  # a TARGET that isn't there is said before its tokenizer is missed
     globals().update(BLOCK_SIZE=config.block_size, COMPILE=False)
     tokenizer, model = target_files.load_tokenizer(TARGET), load_target(TARGET_DEVICES[0])
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew for every length of an answer
     here = model.config.get_text_config().hidden_size, len(model.get_decoder().layers)
     there = config.hidden_size, config.num_target_layers
     need(here == there, f"CKPT = {CKPT} is for hidden size and layers {there}, TARGET = {TARGET} has {here}")
@@ -1123,6 +1130,16 @@ def decode_both_ways(model, w, ids, stop):
     return plain, answer, produced, np.diff(times)
 
 
+@torch.no_grad()
+def where_they_part(model, ids, plain, answer):
+    """Two greedy answers that differ: blocks and single tokens run other kernels, which round differently."""
+    n = next((i for i, (a, b) in enumerate(zip(plain, answer)) if a != b), min(len(plain), len(answer)))
+    logits = model(torch.cat([ids, plain[None, :n].to(ids.device)], 1)).logits[0, -1].float()
+    pair = [logits[answers[n]].item() for answers in (plain, answer) if n < len(answers)]
+    return (f"False, from token {n} on: there the target's logits of the two tokens are "
+            f"{max(pair) - min(pair):.3g} apart, in {model.dtype}")
+
+
 def generate():
     """`generate CKPT=... PROMPT=...`: one prompt, plain greedy beside speculative. -> exit code."""
     need(PROMPT.strip(), "PROMPT is empty: give the user's words")
@@ -1130,7 +1147,9 @@ def generate():
     ids, stop = prompt_ids(tokenizer, PROMPT, model.device), stop_tokens(model, tokenizer)
     plain, answer, produced, seconds = decode_both_ways(model, w, ids, stop)
     plain_rate, rate = (len(x) / s for x, s in zip((plain, answer), seconds))
-    equal = torch.equal(plain, answer) if TEMPERATURE == 0 else f"not compared, TEMPERATURE = {TEMPERATURE}"
+    equal = f"not compared, TEMPERATURE = {TEMPERATURE}"
+    if TEMPERATURE == 0:
+        equal = torch.equal(plain, answer) or where_they_part(model, ids, plain, answer)
     print(f"prompt: {PROMPT}\nplain greedy ({plain_rate:.1f} tokens/s): {tokenizer.decode(plain)}\n"
           f"speculative ({rate:.1f} tokens/s, {sum(produced) / max(1, len(produced)):.2f} tokens a pass): "
           f"{tokenizer.decode(answer)}\nequal: {equal}")

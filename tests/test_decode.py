@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import nn
 
+import train_dflash
 from common import tiny_config
 from flex_utils import attend_dense, dense_mask
 from model_drafter import (
@@ -293,7 +294,7 @@ def fitted(target, data):
     for step in range(25 * len(rows)):
         result = loss_of(drafter, target, *rows[step % len(rows)])
         optimiser.zero_grad()
-        (result.loss / result.denominator).backward()
+        (result.loss / result.weight).backward()
         optimiser.step()
     with torch.no_grad():
         for p in drafter.parameters():
@@ -361,3 +362,17 @@ def test_the_walk_over_a_row_gives_the_clients_numbers(beside_the_client):
         walks.append(walk(matches, len(mine)))
         clients.append(said.acceptance_lengths)
     assert walks == clients and len(walks) >= 5
+
+
+def test_answers_that_differ_are_told_with_the_targets_own_margin():
+    """Where rounding can decide, the two logits are near each other; a fault of ours would show as a wide gap."""
+    target, prompt = target_of("llama"), prompts()[1]
+    plain = torch.tensor(greedy(target, prompt, 8))
+    other = plain.clone()
+    other[5] = (plain[5] + 1) % VOCAB
+    logits = target(torch.cat([prompt, plain[None, :5]], 1)).logits[0, -1]
+    margin = (logits[plain[5]] - logits[other[5]]).item()
+    assert margin > 0
+    told = train_dflash.where_they_part(target, prompt, plain, other)
+    assert told.startswith("False, from token 5 on") and f" {margin:.3g} apart, in torch.float32" in told
+    assert "from token 3 on" in train_dflash.where_they_part(target, prompt, plain, plain[:3])

@@ -230,7 +230,7 @@ RESUMED = {
     "block size": (dict(BLOCK_SIZE=5), "block_size", "5", "4"),
     "rows a step": (dict(ROWS_PER_STEP=4), "ROWS_PER_STEP", "4", "2"),
     "sequence": (dict(SEQ_LEN=128), "SEQ_LEN", "128", "64"),
-    "loss": (dict(LOSS="dpace"), "LOSS", "dpace", "decay"),
+    "loss": (dict(LOSS="decay"), "LOSS", "decay", "dpace"),
     "data": (dict(DATA=lambda: data_file("other", 30, seed=9)), "DATA", "other"),
 }
 

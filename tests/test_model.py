@@ -295,7 +295,7 @@ def test_row_without_a_valid_anchor_has_loss_zero_and_no_nan(kind, form):
         spec(kind, form),
     )
     result.loss.backward()
-    assert result.loss.item() == 0 and result.denominator.item() == 0 and result.matches.tolist() == [0] * 3
+    assert result.loss.item() == 0 and result.weight.item() == 0 and result.matches.tolist() == [0] * 3
     assert all(p.grad is None or not p.grad.any() for p in drafter.parameters())  # NaN counts as any()
 
 
@@ -303,10 +303,10 @@ def test_row_without_a_valid_anchor_has_loss_zero_and_no_nan(kind, form):
 
 
 def reference(hidden, weight, bias, cap, ids, turns, anchors, n, k, kind, gamma):
-    """Design 3.5, 3.6, 3.10 written out, fp64, all logits at once -> loss, denominator, ce, matches,
-    correct, weights."""
+    """Design 3.5, 3.6, 3.10 written out, fp64, all logits at once -> loss, ce, matches, correct,
+    weights."""
     turn = {i: t for t, (first, end) in enumerate(turns) for i in range(first, end)}
-    loss, denominator = torch.zeros((), dtype=torch.float64), 0.0
+    loss = torch.zeros((), dtype=torch.float64)
     ce, matches, correct, weights = np.zeros((n, k)), [0] * n, np.zeros((n, k), dtype=bool), np.zeros((n, k))
     for b, a in enumerate(anchors):
         mine = {}
@@ -321,11 +321,7 @@ def reference(hidden, weight, bias, cap, ids, turns, anchors, n, k, kind, gamma)
             matches[b] += 1
         for slot, w in (decay_weights if kind == "decay" else dpace_weights)(mine, gamma).items():
             loss, weights[b, slot] = loss + w * mine[slot], w
-            denominator += w if kind == "decay" else 0
-        denominator += 1 if kind == "dpace" and mine else 0
-    return SimpleNamespace(
-        loss=loss, denominator=denominator, ce=ce, matches=matches, correct=correct, weights=weights
-    )
+    return SimpleNamespace(loss=loss, ce=ce, matches=matches, correct=correct, weights=weights)
 
 
 def decay_weights(ce, gamma):
@@ -367,14 +363,14 @@ def test_loss_and_gradient_equal_an_unchunked_fp64_loop(kind, cap, bias, form):
     want = reference(
         exact, head.linear.weight.double(), b, cap, slots.ids.tolist(), TURNS, ANCHORS, 12, 4, kind, 1.5
     )
-    (want.loss / want.denominator).backward()
+    want.loss.backward()
     leaf = hidden.clone().requires_grad_()
     got = row_loss(
         Fake(leaf[None], 4), nn.Embedding(61, 16), head, None, slots, dense_mask, spec(kind, form, gamma=1.5)
     )
-    (got.loss / got.denominator).backward()
+    got.loss.backward()
     assert got.loss.item() == pytest.approx(want.loss.item(), rel=1e-5)
-    assert got.denominator.item() == pytest.approx(want.denominator, rel=1e-6)
+    assert got.weight.item() == pytest.approx(want.weights.sum(), rel=1e-6)
     assert got.matches.tolist() == want.matches and max(want.matches) == 3 and min(want.matches[:10]) == 0
     assert (got.correct.numpy() == want.correct).all()
     assert (
@@ -512,7 +508,7 @@ def test_first_loss_of_a_random_drafter_is_near_ln_v():
         dense_mask,
         spec(),
     )
-    assert (got.loss / got.denominator).item() == pytest.approx(math.log(61), abs=0.1)
+    assert (got.loss / got.weight).item() == pytest.approx(math.log(61), abs=0.1)
 
 
 def test_init_is_a_function_of_the_seed_and_leaves_norms_at_one():

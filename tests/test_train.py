@@ -18,7 +18,7 @@ from common import (EOS, FIELDS, FIRST_WORD, MASK, assert_same, data_file, dawdl
                     log_lines, losses, metrics, plus_one_target, poison, published, random_target, scratch,
                     start, straight, threads, train, untimed, weights)
 from flex_utils import attend_dense
-from tools import checkpoints, packing
+from tools import checkpoints, devices, packing
 
 EVALUATED = dict(ROWS_PER_STEP=3, STEPS=6, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=9)
 
@@ -251,11 +251,11 @@ def test_every_norm_weight_has_moved(learnt):
     norms = {n: t for n, t in published(learnt / "latest").items() if t.dim() == 1}
     assert len(norms) == 2 * 4 + 2
     for name, t in norms.items():
-        assert t.dtype == torch.bfloat16 and (t != 1).float().mean() > 0.9, f"{name}: {t}"
+        assert t.dtype == torch.bfloat16 and (t != 1).float().mean() > 0.8, f"{name}: {t}"
 
 
 def test_gamma_follows_the_block_size(tmp_path):
-    settings = dict(STEPS=2, SEQ_LEN=64, WARMUP=0.0)
+    settings = dict(STEPS=2, SEQ_LEN=64, WARMUP=0.0, LOSS="decay")
     for k, gamma, other in ((8, 4.0, 7.0), (16, 7.0, 8.0), (6, 3.0, 7.0)):
         alone, same, not_same = (straight(tmp_path / f"{k}_{g}", **settings, BLOCK_SIZE=k, GAMMA=g)
                                  for g in (None, gamma, other))
@@ -466,3 +466,45 @@ def test_a_server_of_another_user_can_read_the_checkpoint(tmp_path):
     out = common.straight(tmp_path / "out", DATA=data_file("modes", 20, 12, 40), STEPS=1)
     modes = {p.name: p.stat().st_mode for p in (out / "latest").iterdir()}
     assert len(set(modes.values())) == 1, modes
+
+
+# -------------------------------------------------------------------------------------- small definitions
+
+
+@pytest.mark.parametrize("loss, want", [("decay", 3 + 1), ("dpace", 4 + 2)])
+def test_a_step_is_divided_by_its_weights_or_for_dpace_by_its_blocks(loss, want, monkeypatch):
+    """Design 3.6 and 3.10, over all rows of the step; columns: sum of w*ce, sum of w, matches, anchors, bad."""
+    monkeypatch.setattr(trainer, "LOSS", loss)
+    assert trainer.divisor(torch.tensor([[8.0, 3, 2, 4, 0], [4.0, 1, 0, 2, 0]])).item() == want
+
+
+@pytest.mark.parametrize("loss", ["decay", "dpace"])
+def test_the_first_loss_of_a_random_target_is_near_ln_vocabulary(loss, tmp_path):
+    """A weighted mean of cross-entropies, whichever the weights are and whatever the step divides by."""
+    out = straight(tmp_path / "o", LOSS=loss, STEPS=2, EVAL_EVERY=2, **threads(1, 2))
+    assert losses(out)[0] == pytest.approx(math.log(common.VOCAB), abs=0.15)
+    assert eval_lines(out)[0]["eval_loss"] == pytest.approx(math.log(common.VOCAB), abs=0.15)
+
+
+def test_a_stopwatch_counts_a_span_once_its_device_is_through():
+    """Two of three spans are over on the device: the third is counted by a later call, none twice."""
+    class Event:
+        def __init__(self, at):
+            self.at, self.done = at, True
+
+        def query(self):
+            return self.done
+
+        def elapsed_time(self, other):
+            return other.at - self.at
+
+    watch = devices.Stopwatch(torch.device("cuda", 0))
+    events = [Event(ms) for ms in (0, 10, 50, 75, 100, 104)]
+    watch.now = iter(events).__next__
+    for _ in range(3):
+        with watch:
+            pass
+    events[-1].done = False
+    assert watch.take() == pytest.approx(0.035) and watch.take() == 0
+    events[-1].done = True
+    assert watch.take() == pytest.approx(0.004) and watch.take() == 0

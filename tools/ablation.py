@@ -1,7 +1,7 @@
 """One factor at a time: the same data and steps, several runs side by side, one table.
 
     python tools/ablation.py TARGET=<dir> DATA=... EVAL_DATA=... STEPS=500 [NAME=VALUE ...]
-                             [RUNS=base,dpace] [PARALLEL=6]
+                             [RUNS=base,decay] [PARALLEL=6]
 
 RUNS picks from VARIANTS, PARALLEL runs at a time; everything else goes to train_dflash.py, which does the
 training: each run is a process with an OUT of its own. The table (Markdown) is the last thing printed.
@@ -18,15 +18,15 @@ RUNS, PARALLEL, OUT = "", "6", "out/ablation"
 VARIANTS = {  # name -> what differs from the settings on the command line
     "base": [], "base seed 1": ["SEED=1"],
     "LR / 2": ["LR=0.5x"], "LR x 2": ["LR=2x"], "LR x 4": ["LR=4x"],
-    "dpace": ["LOSS=dpace"], "dpace seed 1": ["LOSS=dpace", "SEED=1"],
+    "decay": ["LOSS=decay"], "decay seed 1": ["LOSS=decay", "SEED=1"],
+    "decay gamma 2": ["LOSS=decay", "GAMMA=2.0"], "decay gamma 8": ["LOSS=decay", "GAMMA=8.0"],
     "3 taps": ["TARGET_LAYER_IDS=1,14,27"], "3 taps seed 1": ["TARGET_LAYER_IDS=1,14,27", "SEED=1"],
     "1 layer": ["DRAFT_LAYERS=1"], "3 layers": ["DRAFT_LAYERS=3"],
     "3 layers seed 1": ["DRAFT_LAYERS=3", "SEED=1"],
     "sliding x 4 + full W 64": ["SLIDING_WINDOW=64",
                                 "LAYER_TYPES=" + "sliding_attention," * 4 + "full_attention"],
     "K 16": ["BLOCK_SIZE=16"], "K 16 seed 1": ["BLOCK_SIZE=16", "SEED=1"],
-    "K 16 dpace": ["BLOCK_SIZE=16", "LOSS=dpace"],
-    "gamma 2": ["GAMMA=2.0"], "gamma 8": ["GAMMA=8.0"],
+    "K 16 decay": ["BLOCK_SIZE=16", "LOSS=decay"],
     "4 x the anchors": ["NUM_ANCHORS=4x"], "init 0.04": ["INIT_STD=0.04"], "init 0.01": ["INIT_STD=0.01"],
 }
 

@@ -216,7 +216,7 @@ def variant(bench, name, profiled):
     def step(i):
         run.step(w, i)
         if not losses:
-            losses.append((w.stats[:, td.LOSS_SUM].sum() / w.stats[:, td.DENOMINATOR].sum()).item())
+            losses.append((w.stats[:, td.LOSS_SUM].sum() / w.stats[:, td.WEIGHT].sum()).item())
     text = f"{form} loss, {layers} layers, {compiled} compiled" + ", one conversation a row" * one
     bench.measure(name, text, lambda i: run.row(w, i), step, items)
     say(f"  first loss {losses[0]:.3f}, ln V {math.log(len(w.embed.weight)):.3f}; rows through the head "

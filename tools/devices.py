@@ -14,6 +14,7 @@ import resource
 import sys
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from datetime import timedelta
@@ -109,16 +110,18 @@ def receive(tensors, ready, device):
 
 
 class Stopwatch:
-    """Seconds spent in `with` blocks, on the device's own clock where it has one: no host waits there."""
+    """Seconds of one thread's `with` blocks, on the device's own clock where it has one: the time in which it
+    did nothing else, whether the host waited or ran ahead. No host waits for it."""
 
     def __init__(self, device):
-        self.device, self.spans = device, []
+        self.device, self.spans = device, deque()
 
     def __enter__(self):
         self.began = self.now()
 
-    def __exit__(self, *_):
-        self.spans.append((self.began, self.now()))
+    def __exit__(self, error, *_):
+        if error is None:
+            self.spans.append((self.began, self.now()))
 
     def now(self):
         if self.device.type != "cuda":
@@ -128,9 +131,12 @@ class Stopwatch:
         return event
 
     def take(self):
-        """Seconds since the last call; to be called after a synchronisation."""
-        spans, self.spans = self.spans, []
-        return sum((a.elapsed_time(b) / 1e3 if self.device.type == "cuda" else b - a) for a, b in spans)
+        """Seconds of the spans that ended since the last call; one that the device is still in comes later."""
+        seconds, cuda = 0.0, self.device.type == "cuda"
+        while self.spans and (not cuda or self.spans[0][1].query()):
+            began, ended = self.spans.popleft()
+            seconds += began.elapsed_time(ended) / 1e3 if cuda else ended - began
+        return seconds
 
 
 def sum_over_replicas(lists, direct, machines):

@@ -315,6 +315,7 @@ def load_target():
     from transformers.masking_utils import sdpa_mask
     from transformers.utils import logging
     logging.disable_progress_bar()  # that of loading; ours stays
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew for every length of an answer
     try:
         device = torch.zeros(1, device=DEVICE).device
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
