@@ -87,8 +87,8 @@ class TappedForward:
             self.graphs[ids.shape] = self.capture(ids)
             error = (self.replay(ids).float() - expected.float()).norm() / expected.float().norm()
             reason = None if error <= 0.01 else f"it differs from transformers' forward by {error:.2g}"
-        except RuntimeError as e:
-            reason = str(e).splitlines()[0]
+        except Exception as e:  # whatever stands in its way
+            reason = (str(e) or repr(e)).splitlines()[0]
         if reason:
             self.graphs, self.refused = {}, True
             self.taps.caught.clear()
