@@ -47,6 +47,7 @@ import threading
 import time
 import types
 import typing
+from collections import deque
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -102,7 +103,7 @@ LR: float = 6e-4
 WARMUP: float = 0.04                                  # share of the horizon, linear; cosine to 0 after it
 CLIP: float = 1.0                                     # global gradient norm
 LOSS: str = "dpace"                                   # weights of the slots: "dpace" | "decay", DFlash's own
-GAMMA: float | None = None                            # "decay", slots; None: 7, 5, 4 for K 16, 10, 8, else K/2
+GAMMA: float | None = None                            # decay, slots; None: 7, 5, 4 for K 16, 10, 8, else K/2
 LOSS_FORM: str = "fused"                              # "fused": gradient in forward | "checkpoint"
 LOSS_CHUNK: int = 1280                                # rows of logits alive at a time; best a multiple of 128
 # running
@@ -281,7 +282,7 @@ def target_worker(run, t):
     device = torch.device(TARGET_DEVICES[t])
     run.enter_thread(device)
     forward = TappedForward(run.decoders[t], run.config.target_layer_ids)
-    hand_off = HandOff(device, run.bad_pairs)
+    hand_off, sent = HandOff(device, run.bad_pairs), deque()
     for kind, index in itertools.islice(run.jobs(), t, None, len(TARGET_DEVICES)):
         run.check()
         row, anchors = (run.train_rows if kind == "train" else run.eval_rows).row(index)
@@ -293,6 +294,9 @@ def target_worker(run, t):
         run.tick()
         with run.target_watches[t] if kind == "train" else nullcontext():
             run.put(t, d, Item(kind, index, row, moved, slots, ready))
+        sent.append(ready)
+        if len(sent) > QUEUE_DEPTH and (ready := sent.popleft()):
+            ready.synchronize()  # no further ahead of the device than that: features are large
 
 
 def make_slots(row, anchors, device):
@@ -433,7 +437,8 @@ def train_step(run, w, plan):
             if w.index == 0:
                 run.say(f"first rows of all {len(run.replicas)} drafters after {run.since_start():.1f} s: "
                         "targets, compilation and the first evaluation included")
-    run.meet(w.index == 0, lambda: run.average(plan.step))
+    with run.reduce_watch if w.index == 0 else nullcontext():
+        run.meet(w.index == 0, lambda: run.average(plan.step))
     w.update(learning_rate(plan.step, run.horizon), plan.step % LOG_EVERY)
 
 
@@ -631,10 +636,9 @@ class Run(flex_utils.Crew):
                 if p.grad is None:  # no usable anchor in any of its rows
                     p.grad = torch.zeros_like(p)
             lists.append([*(p.grad for p in w.params.values()), w.stats])
-        with self.reduce_watch:
-            # on the hosts: no device is waited for, and NCCL starts nothing that a dead machine would hang
-            self.end_if_signalled()
-            sum_over_replicas(lists, self.direct, self.machines)
+        # on the hosts: no device is waited for, and NCCL starts nothing that a dead machine would hang
+        self.end_if_signalled()
+        sum_over_replicas(lists, self.direct, self.machines)
 
     def end_if_signalled(self):
         signalled = max(self.machines.gather(self.signal or 0))
@@ -713,23 +717,24 @@ class Run(flex_utils.Crew):
         good = sums[np.isfinite(sums[:, LOSS_SUM])]
         losses = [r[LOSS_SUM] / r[WEIGHT] for r in good if r[WEIGHT] > 0]
         norms = [rows[-1][0] for rows in steps if np.isfinite(rows[-1][0])]
-        target_wait, wait = (float(np.mean([watch.take() for watch in watches]))
-                             for watches in (self.target_watches, self.drafter_watches))
+        target_waits, waits = ([watch.take() for watch in watches]
+                               for watches in (self.target_watches, self.drafter_watches))
         reduce = self.reduce_watch.take()
+        step_ms, wait_ms, target_wait_ms, reduce_ms = (
+            round(1e3 * float(s) / n, 2) for s in (wall, np.mean(waits), np.mean(target_waits), reduce))
         values = {
             "step": step, "loss": float(np.mean(losses)) if losses else None,
             "accept_len": float(1 + good[:, MATCHES].sum() / max(1, good[:, ANCHORS].sum())),
             "lr": learning_rate(step - 1, self.horizon), "grad_norm": norms[-1] if norms else None,
             "tokens_per_s": round(self.tokens_between(self.logged, step) / wall, 1),
-            "step_ms": round(1e3 * wall / n, 2), "wait_ms": round(1e3 * wait / n, 2),
-            "target_wait_ms": round(1e3 * target_wait / n, 2), "reduce_ms": round(1e3 * reduce / n, 2),
+            "step_ms": step_ms, "wait_ms": wait_ms, "target_wait_ms": target_wait_ms, "reduce_ms": reduce_ms,
             "queue": sum(q.qsize() for row in self.queues for q in row), "mem_gib": memory_gib(),
             "skipped": self.kept["skipped"], "bad_rows": self.train_rows.conversations.stats["bad"]}
         self.record(values)
         texts = {k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in values.items()}
         self.say(" | ".join(f"{k} {text}" for k, text in texts.items()))
         if step % LOG_EVERY == 0 and step // LOG_EVERY == self.first // LOG_EVERY + 2:  # the first compiled
-            self.say_split((wall - target_wait) / n, (wall - wait - reduce) / n)
+            self.say_split((wall + self.eval_s - np.mean(target_waits)) / n, (wall - waits[0] - reduce) / n)
             self.say(f"{(self.last - step) * wall / n / 3600:.2f} hours to step {self.last} at this pace, "
                      "evaluation left out")
         self.restart_window(step)
@@ -1070,6 +1075,8 @@ def open_checkpoint():
     globals().update(BLOCK_SIZE=config.block_size, COMPILE=False)
     tokenizer, model = target_files.load_tokenizer(TARGET), load_target(TARGET_DEVICES[0])
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew for every length of an answer
+    ends = {n: getattr(model.generation_config, n) for n in ("eos_token_id", "pad_token_id")}
+    model.generation_config = transformers.GenerationConfig(**ends)  # its own may carry penalties: not greedy
     here = model.config.get_text_config().hidden_size, len(model.get_decoder().layers)
     there = config.hidden_size, config.num_target_layers
     need(here == there, f"CKPT = {CKPT} is for hidden size and layers {there}, TARGET = {TARGET} has {here}")
@@ -1130,16 +1137,6 @@ def decode_both_ways(model, w, ids, stop):
     return plain, answer, produced, np.diff(times)
 
 
-@torch.no_grad()
-def where_they_part(model, ids, plain, answer):
-    """Two greedy answers that differ: blocks and single tokens run other kernels, which round differently."""
-    n = next((i for i, (a, b) in enumerate(zip(plain, answer)) if a != b), min(len(plain), len(answer)))
-    logits = model(torch.cat([ids, plain[None, :n].to(ids.device)], 1)).logits[0, -1].float()
-    pair = [logits[answers[n]].item() for answers in (plain, answer) if n < len(answers)]
-    return (f"False, from token {n} on: there the target's logits of the two tokens are "
-            f"{max(pair) - min(pair):.3g} apart, in {model.dtype}")
-
-
 def generate():
     """`generate CKPT=... PROMPT=...`: one prompt, plain greedy beside speculative. -> exit code."""
     need(PROMPT.strip(), "PROMPT is empty: give the user's words")
@@ -1149,7 +1146,7 @@ def generate():
     plain_rate, rate = (len(x) / s for x, s in zip((plain, answer), seconds))
     equal = f"not compared, TEMPERATURE = {TEMPERATURE}"
     if TEMPERATURE == 0:
-        equal = torch.equal(plain, answer) or where_they_part(model, ids, plain, answer)
+        equal = torch.equal(plain, answer) or target_files.where_they_part(model, ids, plain, answer)
     print(f"prompt: {PROMPT}\nplain greedy ({plain_rate:.1f} tokens/s): {tokenizer.decode(plain)}\n"
           f"speculative ({rate:.1f} tokens/s, {sum(produced) / max(1, len(produced)):.2f} tokens a pass): "
           f"{tokenizer.decode(answer)}\nequal: {equal}")

@@ -11,7 +11,6 @@ import torch
 import transformers
 from torch import nn
 
-import train_dflash
 from common import tiny_config
 from flex_utils import attend_dense, dense_mask
 from model_drafter import (
@@ -24,6 +23,7 @@ from model_drafter import (
     walk,
 )
 from tools import checkpoints
+from tools import target as target_files
 from tools.taps import Taps
 
 VOCAB, HIDDEN, K = 61, 32, 4
@@ -373,6 +373,6 @@ def test_answers_that_differ_are_told_with_the_targets_own_margin():
     logits = target(torch.cat([prompt, plain[None, :5]], 1)).logits[0, -1]
     margin = (logits[plain[5]] - logits[other[5]]).item()
     assert margin > 0
-    told = train_dflash.where_they_part(target, prompt, plain, other)
+    told = target_files.where_they_part(target, prompt, plain, other)
     assert told.startswith("False, from token 5 on") and f" {margin:.3g} apart, in torch.float32" in told
-    assert "from token 3 on" in train_dflash.where_they_part(target, prompt, plain, plain[:3])
+    assert "one ends at token 3" in target_files.where_they_part(target, prompt, plain, plain[:3])

@@ -183,7 +183,7 @@ def test_a_gated_or_unreachable_target_says_what_to_do(tmp_path, monkeypatch, ca
     (["eval", "CKPT={}", "NUM_ANCHORS=-1"], "NUM_ANCHORS"), (["inspect", "SEQ_LEN=-3"], "SEQ_LEN = -3"),
     (["generate"], "CKPT is empty"), (["generate", "CKPT=/nowhere"], "CKPT = /nowhere"),
     (["eval", "CKPT={}", "TARGET=/nowhere"], "TARGET = /nowhere"), (["inspect", "TARGET=/nowhere"], "TARGET"),
-    (["generate", "CKPT={}", "TARGET_DEVICES=cuda:77"], "cuda:77")])
+    (["generate", "CKPT={}", "TARGET_DEVICES=cuda:77"], "cuda:77"), (["eval", "CKPT={}/.."], "/../latest")])
 def test_every_mode_checks_its_settings(capfd, undisturbed, argv, wanted):
     mode, *given = (word.format(undisturbed / "latest") for word in argv)
     assert common.mode(mode, f"TARGET={random_target()}", "TARGET_DEVICES=cpu", *given) == 2

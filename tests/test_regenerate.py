@@ -309,9 +309,7 @@ def test_local_batches_equal_one_by_one(regenerate, monkeypatch, capsys, tiny, t
     texts = ["a" * (1 + 3 * i % 17) + str(i) for i in range(21)]
     words = prompts(tmp_path / "in.jsonl", texts), "ROUNDTRIP=False", "BATCH=8", f"OUT={tmp_path / 'out'}"
     run(regenerate, monkeypatch, capsys, tiny, *words)
-    assert regenerate.load_target()[0].config._attn_implementation == "grouped_sdpa"  # 4 heads share 2 keys
     tokenizer, model = AutoTokenizer.from_pretrained(tiny), AutoModelForCausalLM.from_pretrained(tiny)
-    assert model.config._attn_implementation == "sdpa"
     rows = {row["messages"][0]["content"]: row for row in rows_of(tmp_path / "out")}
     assert set(rows) == set(texts)
     for text, row in rows.items():

@@ -96,6 +96,8 @@ def save_drafter(directory, config, state):
 
 def load_drafter(directory):
     """-> (DrafterConfig, state dict on the CPU) of a checkpoint of ours or a published one."""
+    if Path(directory, "latest").exists():
+        raise ValueError(f"it is the OUT of a run: give {Path(directory, 'latest')} or {Path(directory, 'best')}")
     return read_config(directory), load_file(Path(directory, "model.safetensors"))
 
 

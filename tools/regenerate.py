@@ -294,25 +294,9 @@ def answer_by_server(rows, output):
 # ---- a local target ------------------------------------------------------------------------------
 
 
-def grouped_attention(module, query, key, value, attention_mask, **kwargs):
-    """sdpa for one new token: the query heads that share a key head become that head's queries, so that no
-    key is copied for each of them, as transformers does where there is a mask: most of a large batch's time."""
-    import torch
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    (batch, heads, new, dim), shared = query.shape, key.shape[1]
-    if new > 1 or kwargs.get("position_bias") is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query.reshape(batch, shared, heads // shared, dim), key, value, scale=kwargs.get("scaling"),
-        attn_mask=attention_mask if attention_mask is None else attention_mask[:, :1])
-    return out.reshape(batch, 1, heads, dim), None
-
-
 def load_target():
     import torch
-    from transformers import (
-        AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer, GenerationConfig)
-    from transformers.masking_utils import sdpa_mask
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
     logging.disable_progress_bar()  # that of loading; ours stays
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew for every length of an answer
@@ -321,10 +305,6 @@ def load_target():
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         tokenizer = AutoTokenizer.from_pretrained(TARGET)
         model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=dtype).to(device).eval()
-        if model.config.get_text_config()._attn_implementation == "sdpa":
-            AttentionInterface.register("grouped_sdpa", grouped_attention)
-            AttentionMaskInterface.register("grouped_sdpa", sdpa_mask)
-            model.set_attn_implementation("grouped_sdpa")
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
         stop(f"TARGET={TARGET} DEVICE={DEVICE}: {(str(error) or repr(error)).splitlines()[0]} "
              f"(DEVICE=cpu runs anywhere)")

@@ -247,8 +247,20 @@ def fast_path(decoder):
 
 
 def call_tokens(decoder):
-    """What a call of it costs by itself, in tokens computed: the time of a layer's kernels however small (as a
-    CUDA graph 0.1 ms, measured on an H200), while the device could do so many FLOP (a guess; it changes little)."""
+    """What a call of it costs by itself, in tokens computed: the time of a layer's kernels however small
+    (0.1 ms in a CUDA graph on an H200), while the device could do so many FLOP (a guess; it changes little)."""
     weights = sum(p.numel() for p in decoder.layers.parameters())
     flops = 1e14 if next(decoder.parameters()).is_cuda else 1e11
     return len(decoder.layers) * 1e-4 * flops / (2 * weights)
+
+
+@torch.no_grad()
+def where_they_part(model, ids, plain, answer):
+    """Two greedy answers that differ: blocks and single tokens run other kernels, which round differently."""
+    n = next((i for i, (a, b) in enumerate(zip(plain, answer)) if a != b), min(len(plain), len(answer)))
+    logits = model(torch.cat([ids, plain[None, :n].to(ids.device)], 1)).logits[0, -1].float()
+    if n == min(len(plain), len(answer)):
+        return f"False: one ends at token {n}, the other goes on"
+    apart = abs(logits[plain[n]] - logits[answer[n]]).item()
+    return (f"False, from token {n} on: there the target's logits of the two tokens are {apart:.3g} apart, "
+            f"in {model.dtype}")
