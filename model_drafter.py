@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -185,16 +186,16 @@ def slots_of(ids, pos, start, anchors, run_length, n_anchors, block_size, chunk,
 
     run_length (S,): supervised tokens that follow in the turn. M is rounded up to whole chunks, at least one.
     """
-    anchors = torch.as_tensor(anchors, dtype=torch.int64)
-    pad = (0, n_anchors - anchors.numel())
-    counted = torch.as_tensor(run_length)[anchors].clamp(max=block_size - 1)
-    slot = torch.arange(block_size)
-    counts = (slot >= 1) & (slot <= counted[:, None])  # (anchors, K)
-    index = (torch.arange(anchors.numel())[:, None] * block_size + slot)[counts]
-    index = F.pad(index, (0, -index.numel() % chunk if index.numel() else chunk))
-    host = (torch.as_tensor(ids), torch.as_tensor(pos), F.pad(anchors, pad),
-            F.pad(torch.as_tensor(start)[anchors], pad), F.pad(counted, pad), index)
-    return Slots(*(to_device(t, device) for t in host))
+    # numpy: torch lets other threads in at every operation, which costs more than these small ones
+    ids, pos, start, run_length = (np.asarray(x) for x in (ids, pos, start, run_length))
+    anchors = np.asarray(anchors, np.int64)
+    blocks = np.zeros((3, n_anchors), np.int64)
+    blocks[:, :len(anchors)] = anchors, start[anchors], np.minimum(run_length[anchors], block_size - 1)
+    slot = np.arange(block_size)
+    counts = np.flatnonzero((slot >= 1) & (slot <= blocks[2, :, None]))
+    index = np.zeros(max(1, -(-len(counts) // chunk)) * chunk, np.int64)
+    index[:len(counts)] = counts
+    return Slots(*(to_device(torch.from_numpy(a), device) for a in (ids, pos, *blocks, index)))
 
 
 def default_gamma(block_size):
