@@ -61,6 +61,20 @@ setting() {
     echo "$value"
 }
 
+# forwarding COMMAND...: a signal to this shell goes to the command, which saves before it ends
+forwarding() {
+    local pid rc=0
+    set -m   # else bash starts it deaf to Ctrl-C
+    "$@" & pid=$!
+    trap 'kill -TERM "$pid"' TERM
+    trap 'kill -INT "$pid"' INT
+    wait "$pid" || rc=$?
+    while kill -0 "$pid" 2>/dev/null; do rc=0; wait "$pid" || rc=$?; done   # a signal ends the wait alone
+    trap - TERM INT
+    set +m
+    return "$rc"
+}
+
 demo() {
     local out target
     out=$(setting OUT out/demo "$@") target=$(setting TARGET "" "$@")
@@ -68,8 +82,11 @@ demo() {
         need gguf gguf==0.19.0
         target=$("$PYTHON" tools/demo_target.py | tail -n 1)
     fi
-    [[ $out != out/demo ]] || rm -rf out/demo   # starts anew; a directory named by the user is never cleared
-    "$PYTHON" train_dflash.py demo "$@" "TARGET=$target" "OUT=$out"
+    if [[ $out == out/demo && -e $out ]]; then
+        echo "run.sh: out/demo is cleared, the demo starts anew (OUT=... keeps a run, and resumes it)"
+        rm -rf out/demo
+    fi
+    forwarding "$PYTHON" train_dflash.py demo "$@" "TARGET=$target" "OUT=$out"
     "$PYTHON" train_dflash.py generate TARGET_DEVICES=cpu MAX_NEW_TOKENS=64 "$@" "TARGET=$target" \
         "CKPT=$out/latest" "PROMPT=How can I keep my desk tidy?"   # held out: a row of data/demo_eval.jsonl
     echo "run.sh: try bash run.sh generate TARGET=$target TARGET_DEVICES=cpu CKPT=$out/latest PROMPT='...'"
@@ -98,7 +115,10 @@ tests() {
 mode=""
 if [[ $# -gt 0 && $1 != *=* ]]; then mode=$1; shift; fi
 if [[ $mode == help || $mode == -* ]]; then sed -n '2,/^set/{/^#/p}' "$0"; exit 0; fi
-environment
+case $mode in
+    ""|train|node|demo|test|bench|inspect|eval|generate|devices|tools/*.py) environment ;;
+    *) die "mode '$mode' is unknown: see bash run.sh help" ;;
+esac
 case $mode in
     "") rc=0; "$PYTHON" train_dflash.py devices "$@" || rc=$?
         [[ $rc == 0 || $rc == 3 ]] || exit "$rc"
@@ -111,5 +131,4 @@ case $mode in
     bench) exec "$PYTHON" tools/bench.py "$@" ;;
     inspect|eval|generate|devices) exec "$PYTHON" train_dflash.py "$mode" "$@" ;;
     tools/*.py) exec "$PYTHON" "$mode" "$@" ;;
-    *)     die "mode '$mode' is unknown: see bash run.sh help" ;;
 esac

@@ -128,7 +128,7 @@ DEMO = dict(  # `bash run.sh demo`: SmolLM2-135M-Instruct and its own greedy ans
     TARGET_DEVICES=["cpu", "cpu"], DRAFTER_DEVICES=["cpu", "cpu"], DATA="data/demo_train.jsonl",
     EVAL_DATA="data/demo_eval.jsonl", OUT="out/demo", SEQ_LEN=512, NUM_ANCHORS=64, BLOCK_SIZE=4,
     DRAFT_LAYERS=1, TARGET_LAYER_IDS=[1, 7, 13], STEPS=80, ROWS_PER_STEP=2, LR=3e-3, LOSS_CHUNK=192,
-    LOG_EVERY=10, EVAL_EVERY=80, SAVE_EVERY=80, MAX_NEW_TOKENS=64)
+    LOG_EVERY=10, EVAL_EVERY=80, SAVE_EVERY=20, MAX_NEW_TOKENS=64)
 
 CONSTANTS = {n: t for n, t in typing.get_type_hints(sys.modules[__name__]).items() if n.isupper()}
 FIRST_STEP_LOCK = threading.Lock()  # held by every worker thread around its whole first step (pytorch#136196)
@@ -853,17 +853,19 @@ def drafter_in(name):
 def check_resume(path, info, run):
     """Refuse what can't continue, naming both values; print what merely changed."""
     theirs, ours, data = info["constants"], run.constants(), run.train_rows.conversations.fingerprint
+    way = "set that, or start another run: OUT=..., with INIT_FROM for its weights"
     for name in FIXED:
         note = f", summed over machines, here {run.machines.size}" if name == "ROWS_PER_STEP" else ""
-        need(theirs[name] == ours[name], f"{name} = {ours[name]!r}, but {path} has {theirs[name]!r}{note}")
+        need(theirs[name] == ours[name],
+             f"{name} = {ours[name]!r}, but {path} has {theirs[name]!r}{note}: {way}")
     need(info["horizon"] == run.horizon, f"the schedule's horizon is {run.horizon} steps, but {path} has "
          f"{info['horizon']}: set STEPS={info['horizon']} (STOP_AT ends early without changing it)")
-    need(info["data"] == data, f"DATA = {DATA} has fingerprint {data}, but {path} has {info['data']}")
+    need(info["data"] == data, f"DATA = {DATA} has fingerprint {data}, but {path} has {info['data']}: {way}")
     changed = checkpoints.differences(run.config, checkpoints.read_config(path))
     need(not changed, f"{path} is another drafter: {'; '.join(changed)}")
     for name in sorted(set(theirs) & set(ours) - {"RESUME", "CKPT", "PROMPT"}):
         if theirs[name] != ours[name]:
-            print(f"resume: {name} was {theirs[name]!r}, now {ours[name]!r}")
+            run.say(f"resume: {name} was {theirs[name]!r}, now {ours[name]!r}")
 
 
 def starting_point(run):
@@ -874,14 +876,16 @@ def starting_point(run):
         path, info, state = found
         check_resume(path, info, run)
         checkpoints.truncate_lines(run.out, info["step"], info["evaluated"])
-        print(f"resuming from {path}, step {info['step']}")
+        run.say(f"resuming from {path}, step {info['step']}")
         if info["best"] and info["best"]["step"] == info["step"]:  # a kill can come before its link
             run.saver.point_best(info["step"])
         kept, ours = {name: info.get(name) for name in run.kept}, run.kept["eval_data"]
         if ours and kept["eval_data"] not in (None, ours):
-            print(f"resume: EVAL_DATA = {EVAL_DATA} holds other conversations: the best is sought anew")
+            run.say(f"resume: EVAL_DATA = {EVAL_DATA} holds other conversations: the best is sought anew")
             kept.update(best=None, low_loss=None, turned=False, evaluated=None)
         return (info["step"], kept["evaluated"], {**kept, "eval_data": ours or kept["eval_data"]}), state
+    if (run.out / "metrics.jsonl").exists():
+        run.say(f"OUT = {OUT}: no checkpoint to resume (RESUME = {RESUME}), this run starts at step 0")
     checkpoints.truncate_lines(run.out, -1)  # of a run that was killed before its first save
     if INIT_FROM:
         theirs, weights = drafter_in("INIT_FROM")

@@ -200,6 +200,14 @@ def test_generate_needs_a_tokenizer_with_a_template(tmp_path, capfd, undisturbed
     one_line(capfd, f"TARGET = {target}", "no tokenizer with a chat template")
 
 
+@pytest.mark.parametrize("tool", ["ablation.py", "plot_metrics.py", "random_target.py", "regenerate.py"])
+def test_a_tool_shows_what_it_is_for(tool, tmp_path):
+    done = subprocess.run([sys.executable, str(common.ROOT / "tools" / tool), "--help"], text=True, cwd=tmp_path,
+                          capture_output=True)
+    assert done.returncode == 0 and f"tools/{tool} " in done.stdout, done
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_unknown_mode_is_refused(capfd):
     assert common.mode("trian") == 2
     one_line(capfd, "trian", "train")

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import shutil
 import subprocess
 import sys
 import time
@@ -222,3 +223,26 @@ def test_run_sh_node_under_torchrun_stops_by_sigterm(tmp_path):
 def test_run_sh_node_says_what_is_missing(tmp_path):
     box = boxes([], MASTER_ADDR="")[0]
     assert "MASTER_ADDR is not set" in box.communicate(timeout=20)[0] and box.returncode == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_run_sh_demo_hands_a_signal_on(tmp_path, number):
+    """To the shell alone, as a service manager sends it: the run saves and ends, and the shell with it."""
+    out = tmp_path / "o"
+    shell = subprocess.Popen(["bash", str(common.ROOT / "run.sh"), "demo", *arguments(out, **LONG)], text=True,
+                             env={**os.environ, "PYTHON": sys.executable}, stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT)
+    try:
+        started(out)
+        shell.send_signal(number)
+        text = shell.communicate(timeout=30)[0]
+    finally:
+        shell.kill()
+    assert shell.returncode == 128 + number and f"ended by signal {int(number)}" in text, text
+    assert (out / "latest").resolve().name == f"step_{log_lines(out)[-1]['step']:08d}"
+
+
+def test_run_sh_refuses_an_unknown_mode_before_it_installs(tmp_path):
+    copy = shutil.copy(common.ROOT / "run.sh", tmp_path / "run.sh")
+    done = subprocess.run(["bash", copy, "trian"], text=True, capture_output=True, env={"PATH": os.environ["PATH"]})
+    assert done.returncode == 1 and "mode 'trian' is unknown" in done.stderr and not (tmp_path / ".venv").exists()

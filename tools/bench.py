@@ -348,6 +348,8 @@ def main(words):
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        sys.exit(print(__doc__))
     try:
         main(sys.argv[1:])
     except flex_utils.UserError as e:

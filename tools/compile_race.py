@@ -334,4 +334,6 @@ def main(words):
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        sys.exit(print(__doc__))
     child(*json.loads(sys.argv[2])) if sys.argv[1:2] == ["child"] else main(sys.argv[1:])

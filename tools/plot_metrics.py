@@ -8,8 +8,11 @@ from pathlib import Path
 
 
 def main(argv):
-    if len(argv) != 2 or not Path(argv[0]).is_file():
+    if len(argv) != 2:
         print(f"error: expected METRICS.jsonl PICTURE.png, got {argv}", file=sys.stderr)
+        return 2
+    if not Path(argv[0]).is_file():
+        print(f"error: {argv[0]}: no such file", file=sys.stderr)
         return 2
     try:
         import matplotlib
@@ -32,10 +35,13 @@ def main(argv):
     for x in evals[1:]:
         right.plot(range(1, len(x["acc_k"]) + 1), x["acc_k"], label=f"step {x['step']}")
     right.set(xlabel="slot", ylabel="share of slots right (acc_k)", ylim=(0, 1))
+    right.xaxis.get_major_locator().set_params(integer=True)
     right.legend(fontsize=7)
     figure.savefig(argv[1], dpi=110)
     return 0
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        sys.exit(print(__doc__))
     sys.exit(main(sys.argv[1:]))

@@ -437,6 +437,8 @@ def main():
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        sys.exit(print(__doc__))
     try:
         main()
     except KeyboardInterrupt:
