@@ -396,8 +396,8 @@ class Replica:
             for n in names:
                 self.params[n].grad = None
         self.ring[slot, :-1] = self.stats
-        first_bad = (~torch.isfinite(norms)).double().argmax()
-        self.ring[slot, -1] = torch.stack([x.double() for x in (norm, skip, bad, first_bad, denominator)])
+        first_bad = (~torch.isfinite(norms)).float().argmax()
+        self.ring[slot, -1] = torch.stack([x.float() for x in (norm, skip, bad, first_bad, denominator)])
 
     def state(self):
         """fp32 masters and moments on the host, in one flat dict (names as in the published file)."""
@@ -421,8 +421,8 @@ def micro_step(run, w, item):
         result.loss.backward()
     valid = item.slots[0].counted > 0
     w.stats[item.index % len(w.stats)] = torch.stack([
-        result.loss.detach().double(), result.weight.double(), (result.matches * valid).sum().double(),
-        valid.sum().double(), (~torch.isfinite(result.loss.detach())).double()])
+        result.loss.detach(), result.weight, (result.matches * valid).sum().float(), valid.sum().float(),
+        (~torch.isfinite(result.loss.detach())).float()])
     run.tick()
 
 

@@ -290,8 +290,8 @@ def loop(bench):
     nothing, real rows, slots, queues, hand-offs, barriers, statistics and log."""
     for rows in (3, 12):
         ms = loop_ms(rows)
-        bench.note(f"loop, 5 + 3 threads, devices that do nothing, {rows} rows of {td.SEQ_LEN} tokens a "
-                   f"step: {ms:.2f} ms of CPU a step")
+        bench.note(f"loop, 5 + 3 threads on one core, devices that do nothing, {rows} rows of {td.SEQ_LEN} "
+                   f"tokens a step: {ms:.2f} ms of CPU a step")
 
 
 # ------------------------------------------------------------------------------------------------------- main

@@ -175,8 +175,9 @@ def draw_anchors(row, n, rng):
     valid = np.flatnonzero(row.run_length >= 1)
     if len(valid) <= n:
         return valid
-    groups = [valid[row.doc[valid] == d] for d in np.unique(row.doc[valid])]
-    supervised = [np.count_nonzero(row.turn[row.doc == row.doc[g[0]]]) for g in groups]
+    starts = np.flatnonzero(np.diff(row.doc[valid], prepend=-1))
+    groups = np.split(valid, starts[1:])
+    supervised = np.bincount(row.doc[row.turn > 0])[row.doc[valid[starts]]]
     shares = share_out(n, supervised, [len(g) for g in groups])
     return np.sort(np.concatenate([rng.choice(g, k, replace=False) for g, k in zip(groups, shares)]))
 
