@@ -1,7 +1,7 @@
 """Targets of other families, tiny and random: each trains, saves, evaluates again to the same tau, and decodes
 without loss. What differs is real: q/k norms, scaled embeddings, tied heads, experts, linear layers, a wrapper."""
 import json
-import types
+from contextlib import nullcontext
 
 import common
 import pytest
@@ -87,20 +87,74 @@ def test_embedding_and_layers_alone_are_the_whole_forward(family):
     assert not any(layer._forward_pre_hooks for layer in decoder.layers)
 
 
-@pytest.mark.parametrize("trouble, told", [("raises", "operation not permitted"), ("differs", "differs from")])
-def test_a_target_that_cannot_be_captured_runs_eagerly_and_says_so(trouble, told, capsys, monkeypatch):
+@pytest.fixture
+def cuda(monkeypatch):
+    """The calls of torch.cuda that a capture makes, noted; a captured forward runs at once, a replay does nothing."""
+    calls = []
+
+    class Stream:
+        def wait_stream(self, other):
+            calls.append("wait")
+
+    class Graph:
+        def capture_begin(self, pool, capture_error_mode):
+            calls.append(f"begin {pool} {capture_error_mode}")
+
+        def capture_end(self):
+            calls.append("end")
+            if "broken" in calls:
+                raise RuntimeError("the capture was invalidated")
+
+        def replay(self):
+            calls.append("replay")
+    for name, fake in (("Stream", Stream), ("CUDAGraph", Graph), ("current_stream", lambda *_: Stream()),
+                       ("device", lambda _: nullcontext()), ("stream", lambda _: nullcontext()),
+                       ("graph_pool_handle", lambda: "pool")):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda _, pool: calls.append(f"release {pool}"),
+                        raising=False)
+    return calls
+
+
+@torch.no_grad()
+def test_a_capture_warms_up_before_and_waits_after(cuda):
     forward = TappedForward(FAMILIES["llama"]().eval().get_decoder(), (0, 2))
     ids = torch.randint(5, VOCAB, (3, 20))
+    want = forward.eager(ids)
+    forward.layers[0].register_forward_hook(lambda *_: cuda.append("layer"))
+    assert torch.equal(forward.first(ids), want) and not forward.refused
+    assert cuda == ["layer", "wait", "layer", "begin pool thread_local", "layer", "end", "wait", "replay"]
+    assert torch.equal(forward.replay(ids), want) and list(forward.graphs) == [ids.shape]
 
-    def capture(ids):
-        if trouble == "raises":
-            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
-        graph = types.SimpleNamespace(replay=lambda: None)
-        return graph, ids.clone(), forward.eager(ids) * 1.1, None
-    monkeypatch.setattr(forward, "capture", capture)
-    with torch.no_grad():
-        want = forward.eager(ids)
-        assert torch.equal(forward.first(ids), want)
-    assert forward.refused and not forward.graphs
+
+@torch.no_grad()
+def test_a_failed_capture_is_ended_released_and_explained(cuda, capsys):
+    forward = TappedForward(FAMILIES["llama"]().eval().get_decoder(), (0, 2))
+    ids = torch.randint(5, VOCAB, (3, 20))
+    want = forward.eager(ids)
+
+    def waits_for_its_device(*_):
+        if cuda and cuda[-1].startswith("begin"):
+            cuda.append("broken")
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+    forward.layers[1].register_forward_hook(waits_for_its_device)
+    assert torch.equal(forward.first(ids), want)
+    assert cuda[-3:] == ["broken", "end", "release pool"] and forward.refused and not forward.graphs
     said = capsys.readouterr().out
-    assert told in said and "(3, 20)" in said and len(said.splitlines()) == 1
+    assert "(3, 20)" in said and "operation not permitted" in said and len(said.splitlines()) == 1
+    assert not forward.taps.caught and torch.equal(forward(ids), want)
+
+
+@torch.no_grad()
+def test_a_graph_that_differs_from_the_forward_is_refused(cuda, capsys, monkeypatch):
+    forward = TappedForward(FAMILIES["llama"]().eval().get_decoder(), (0, 2))
+    ids = torch.randint(5, VOCAB, (3, 20))
+    alone = forward.layers_alone
+
+    def one_token_off(*given):
+        hidden = alone(*given)
+        hidden[1, 7] *= 1.2
+        return hidden
+    monkeypatch.setattr(forward, "layers_alone", one_token_off)
+    assert torch.equal(forward.first(ids), forward.eager(ids)) and forward.refused
+    assert "a token differs from transformers' forward by 0.2" in capsys.readouterr().out
