@@ -227,7 +227,6 @@ def test_two_processes_do_not_write_one_file(server, tmp_path):
 @pytest.mark.parametrize("words, told", [
     (["NO_SUCH=1"], ["NO_SUCH", "known", "CONCURRENCY"]),
     (["concurrency=4"], ["concurrency"]),
-    (["--help"], ["--help", "known"]),
     (["CONCURRENCY=many"], ["CONCURRENCY=many", "int"]),
     (["CONCURRENCY=0"], ["CONCURRENCY=0", "at least 1"]),
     (["TEMPERATURE=hot"], ["TEMPERATURE=hot", "float"]),
