@@ -112,23 +112,31 @@ tests() {
     "$PYTHON" -m pytest -q tests "$@"
 }
 
+run() { exec "$PYTHON" "$@"; }
+
+# Trains where the devices of the constants exist, else shows the demo.
+either() {
+    local rc=0
+    "$PYTHON" train_dflash.py devices "$@" || rc=$?
+    [[ $rc == 0 || $rc == 3 ]] || exit "$rc"
+    [[ $rc != 0 ]] || run train_dflash.py "$@"
+    echo "run.sh: running the demo instead (bash run.sh train insists on the devices above)"
+    demo "$@"
+}
+
 mode=""
 if [[ $# -gt 0 && $1 != *=* ]]; then mode=$1; shift; fi
-if [[ $mode == help || $mode == -* ]]; then sed -n '2,/^set/{/^#/p}' "$0"; exit 0; fi
-case $mode in
-    ""|train|node|demo|test|bench|inspect|eval|generate|devices|tools/*.py) environment ;;
-    *) die "mode '$mode' is unknown: see bash run.sh help" ;;
+case $mode in   # what is asked for is known before anything is installed
+    help|-*) sed -n '2,/^set/{/^#/p}' "$0"; exit 0 ;;
+    "")    job=(either) ;;
+    train) job=(run train_dflash.py) ;;
+    node)  job=(node) ;;
+    demo)  job=(demo) ;;
+    test)  job=(tests) ;;
+    bench) job=(run tools/bench.py) ;;
+    inspect|eval|generate|devices) job=(run train_dflash.py "$mode") ;;
+    tools/*.py) job=(run "$mode") ;;
+    *)     die "mode '$mode' is unknown: see bash run.sh help" ;;
 esac
-case $mode in
-    "") rc=0; "$PYTHON" train_dflash.py devices "$@" || rc=$?
-        [[ $rc == 0 || $rc == 3 ]] || exit "$rc"
-        if [[ $rc == 0 ]]; then exec "$PYTHON" train_dflash.py "$@"; fi
-        echo "run.sh: running the demo instead (bash run.sh train insists on the devices above)"; demo "$@" ;;
-    train) exec "$PYTHON" train_dflash.py "$@" ;;
-    node)  node "$@" ;;
-    demo)  demo "$@" ;;
-    test)  tests "$@" ;;
-    bench) exec "$PYTHON" tools/bench.py "$@" ;;
-    inspect|eval|generate|devices) exec "$PYTHON" train_dflash.py "$mode" "$@" ;;
-    tools/*.py) exec "$PYTHON" "$mode" "$@" ;;
-esac
+environment
+"${job[@]}" "$@"

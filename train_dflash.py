@@ -953,16 +953,6 @@ def commit():
         return None
 
 
-def tensorboard(out):
-    """A writer where tensorboard is installed, else None."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        print("tensorboard is not installed: metrics go to metrics.jsonl and the log alone")
-        return None
-    return SummaryWriter(str(out / "tensorboard"))
-
-
 def describe_run(run):
     """Head of the log and OUT/run.json."""
     stats, n_rows = run.train_rows.conversations.stats, run.train_rows.total(1)
@@ -1032,7 +1022,7 @@ def train():
         watchdog = start_thread("watchdog", run.watchdog, STALL_S, run.state)
         try:
             build(run)
-            run.board = tensorboard(run.out)
+            run.board = checkpoints.tensorboard(run.out)
             describe_run(run)
             allow_compiles = GATE.forbid_compiles_outside()
             hidden = not sys.stderr.isatty()
@@ -1078,9 +1068,6 @@ def open_checkpoint():
     target_files.load_config(TARGET)  # a TARGET that isn't there is said before its tokenizer is missed
     globals().update(BLOCK_SIZE=config.block_size, COMPILE=False)
     tokenizer, model = target_files.load_tokenizer(TARGET), load_target(TARGET_DEVICES[0])
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew for every length of an answer
-    ends = {n: getattr(model.generation_config, n) for n in ("eos_token_id", "pad_token_id")}
-    model.generation_config = transformers.GenerationConfig(**ends)  # its own may carry penalties: not greedy
     here = model.config.get_text_config().hidden_size, len(model.get_decoder().layers)
     there = config.hidden_size, config.num_target_layers
     need(here == there, f"CKPT = {CKPT} is for hidden size and layers {there}, TARGET = {TARGET} has {here}")
@@ -1114,24 +1101,14 @@ def prompt_ids(tokenizer, text, device):
         return_dict=True, **CHAT_TEMPLATE_KWARGS)["input_ids"].to(device)
 
 
-def stop_tokens(model, tokenizer):
-    eos = model.generation_config.eos_token_id
-    eos = tokenizer.eos_token_id if eos is None else eos
-    return set(eos if isinstance(eos, list) else [eos]) - {None}
-
-
-def plain_greedy(model, ids, stop):
-    """-> answer ids (n,) on the host, by transformers' own generate()."""
-    return model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW_TOKENS,
-        eos_token_id=sorted(stop) or None)[0, ids.shape[1]:].cpu()
-
-
 @torch.no_grad()
 def decode_both_ways(model, w, ids, stop):
-    """-> plain greedy answer, speculative answer, tokens produced by each pass, [seconds of either]."""
+    """-> plain greedy answer, by transformers' own generate(), speculative answer, tokens produced by each
+    pass, [seconds of either]."""
     times = [time.perf_counter()]
-    plain = plain_greedy(model, ids, stop)
+    plain = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW_TOKENS,
+        eos_token_id=sorted(stop) or None)[0, ids.shape[1]:].cpu()
     times.append(time.perf_counter())
     generator = torch.Generator(model.device).manual_seed(SEED)
     answer, produced = md.speculative_generate(
@@ -1145,7 +1122,7 @@ def generate():
     """`generate CKPT=... PROMPT=...`: one prompt, plain greedy beside speculative. -> exit code."""
     need(PROMPT.strip(), "PROMPT is empty: give the user's words")
     model, tokenizer, w = open_checkpoint()
-    ids, stop = prompt_ids(tokenizer, PROMPT, model.device), stop_tokens(model, tokenizer)
+    ids, stop = prompt_ids(tokenizer, PROMPT, model.device), target_files.prepare_decoding(model, tokenizer)
     plain, answer, produced, seconds = decode_both_ways(model, w, ids, stop)
     plain_rate, rate = (len(x) / s for x, s in zip((plain, answer), seconds))
     equal = f"not compared, TEMPERATURE = {TEMPERATURE}"

@@ -4,7 +4,7 @@
     write_checkpoint / read_checkpoint  these and the trainer's own state: complete or not there, checksums
     find_checkpoint                     where RESUME goes on
     Saver                               writes them in a thread of its own, keeps the newest and the best
-    Lines / truncate_lines              metrics and logs, over a full disk and a resume
+    Lines / truncate_lines, tensorboard  metrics and logs, over a full disk and a resume
     only_run_in                         a folder that one run has to itself
 """
 import errno
@@ -261,6 +261,16 @@ class Saver:
 
 
 # ------------------------------------------------------------------------------- the run's folder
+
+def tensorboard(out):
+    """A writer where tensorboard is installed, else None."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        print("tensorboard is not installed: metrics go to metrics.jsonl and the log alone")
+        return None
+    return SummaryWriter(str(out / "tensorboard"))
+
 
 class Lines:
     """Lines appended to files of a folder; what a full disk refuses goes there with later ones."""

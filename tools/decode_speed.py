@@ -25,7 +25,7 @@ def main(words):
     n = next((int(w[2:]) for w in words if w.startswith("N=")), 20)
     td.override([w for w in words if not w.startswith("N=")])
     model, tokenizer, w = td.open_checkpoint()
-    stop = td.stop_tokens(model, tokenizer)
+    stop = td.target_files.prepare_decoding(model, tokenizer)
     seconds, tokens, passes, equal, texts = [0.0, 0.0], [0, 0], 0, 0, prompts(td.EVAL_DATA, n)
     for i, text in enumerate([texts[0], *texts]):
         ids = td.prompt_ids(tokenizer, text, model.device)

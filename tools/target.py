@@ -5,6 +5,7 @@
     check_weights   a missing, misshapen or unknown weight of the language model is an error with its name
     prove           hooks and head against the model's own outputs, labels against its argmax
     call_tokens     what a call costs beside its tokens
+    prepare_decoding, where_they_part    for answers decoded in two ways
     fast_path       says whether linear-attention layers run on the kernels made for them
 
 A target is a hub id, a directory, or random:DIR: the config in DIR, weights made on the device from a seed.
@@ -21,7 +22,7 @@ import numpy as np
 import safetensors
 import torch
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
 from flex_utils import first_line, need, refusing
@@ -248,19 +249,28 @@ def fast_path(decoder):
 
 def call_tokens(decoder):
     """What a call of it costs by itself, in tokens computed: the time of a layer's kernels however small
-    (0.1 ms in a CUDA graph on an H200), while the device could do so many FLOP (a guess; it changes little)."""
+    (0.1 ms in a CUDA graph on an H200), in which the device could do so many FLOP (a guess)."""
     weights = sum(p.numel() for p in decoder.layers.parameters())
     flops = 1e14 if next(decoder.parameters()).is_cuda else 1e11
     return len(decoder.layers) * 1e-4 * flops / (2 * weights)
+
+
+def prepare_decoding(model, tokenizer):
+    """Drops the target's own settings, which may carry penalties. -> ids that end an answer."""
+    own = model.generation_config
+    eos = tokenizer.eos_token_id if own.eos_token_id is None else own.eos_token_id
+    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew for every length of an answer
+    return set(eos if isinstance(eos, list) else [eos]) - {None}
 
 
 @torch.no_grad()
 def where_they_part(model, ids, plain, answer):
     """Two greedy answers that differ: blocks and single tokens run other kernels, which round differently."""
     n = next((i for i, (a, b) in enumerate(zip(plain, answer)) if a != b), min(len(plain), len(answer)))
-    logits = model(torch.cat([ids, plain[None, :n].to(ids.device)], 1)).logits[0, -1].float()
     if n == min(len(plain), len(answer)):
         return f"False: one ends at token {n}, the other goes on"
+    logits = model(torch.cat([ids, plain[None, :n].to(ids.device)], 1)).logits[0, -1].float()
     apart = abs(logits[plain[n]] - logits[answer[n]]).item()
     return (f"False, from token {n} on: there the target's logits of the two tokens are {apart:.3g} apart, "
             f"in {model.dtype}")
