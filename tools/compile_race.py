@@ -102,8 +102,8 @@ def override(words):
 class Race:
     """What the threads share: the attention call, the fix, and how threads failed."""
 
-    def __init__(self, fix, new_length_at):
-        self.fix, self.new_length_at, self.workers = fix, new_length_at, []
+    def __init__(self, fix, new_length_at, began):
+        self.fix, self.new_length_at, self.began, self.workers = fix, new_length_at, began, []
         self.devices = [torch.device(name) for name in DEVICES]
         self.cuda = self.devices[0].type == "cuda"
         self.lock, self.local, self.kinds = threading.Lock(), threading.local(), {}  # thread: how it failed
@@ -147,7 +147,7 @@ class Worker:
         self.dtype = torch.bfloat16 if race.cuda else torch.float32
         self.generator = torch.Generator().manual_seed(1000 * seed + index)
         self.delay = JITTER_S * index * float(torch.rand((), generator=self.generator))
-        self.done = 0
+        self.done, self.first_s = 0, None  # seconds from the run's start to the end of the first step
         race.workers.append(self)
 
     def loop(self):
@@ -160,6 +160,7 @@ class Worker:
             while not race.kinds and any(w.done < STEPS for w in race.workers):  # the warm run on: they die
                 self.step(self.done)
                 self.done += 1
+                self.first_s = self.first_s or round(time.time() - race.began)
             if race.cuda:
                 torch.cuda.synchronize(self.device)
         except threading.BrokenBarrierError:
@@ -252,7 +253,7 @@ def child(settings, fix, new_length_at, seed, began):
     # where it hangs, before one_run() kills it; imports alone may take many seconds
     faulthandler.dump_traceback_later(max(1.0, 0.9 * TIMEOUT_S - (time.time() - began)))
     torch.manual_seed(seed)
-    race = Race(fix, new_length_at)
+    race = Race(fix, new_length_at, began)
     for i, device in enumerate(race.devices):
         DrafterWorker(race, i, device, seed)
     for i in range(TARGETS):
@@ -267,6 +268,7 @@ def child(settings, fix, new_length_at, seed, began):
         thread.join()
     print("RESULT " + json.dumps({
         "kinds": race.kinds, "steps": [worker.done for worker in race.workers], "fla": "fla" in sys.modules,
+        "first_s": [worker.first_s for worker in race.workers],
         "names": [torch.cuda.get_device_name(d) if race.cuda else "CPU" for d in race.devices]}), flush=True)
     os._exit(0)  # a crash can leave behind what an orderly end would wait for
 
@@ -326,7 +328,8 @@ def main(words):
             begin, run = time.monotonic(), one_run(fix, at, seed)
             runs.append(run)
             say(f"{fix}, {f'new length at step {at}' if at else 'no new length'}, seed {seed}: "
-                f"{run['kinds'] or 'ok'}, steps {run.get('steps')}, {time.monotonic() - begin:.1f} s")
+                f"{run['kinds'] or 'ok'}, steps {run.get('steps')}, the first ended after "
+                f"{run.get('first_s')} s, all {time.monotonic() - begin:.1f} s")
             if set(run["kinds"].values()) - {"FX crash"}:
                 print(run["text"][-3000:], file=sys.stderr)
     say(f"\n{report(runs)}")
