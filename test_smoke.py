@@ -313,7 +313,7 @@ def test_gpu_small_tiles_give_the_same_numbers(gpu_rows):
 def test_gpu_target_as_a_graph_gives_the_same_features():
     """each shape's CUDA graph against transformers' own forward, other ids every time."""
     path = random_target(hidden=128, heads=2, kv_heads=1)
-    decoder = target_files.load_model(path, "cuda:0", torch.bfloat16, 0).get_decoder()
+    decoder = target_files.load_model(str(path), "cuda:0", torch.bfloat16, 0).get_decoder()
     forward = TappedForward(decoder, (0, 2))
     with torch.no_grad():
         for shape in [(4, 64), (1, 256), (4, 64), (1, 256), (4, 64)]:
