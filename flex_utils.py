@@ -344,17 +344,33 @@ def start_thread(name, work, *args, daemon=True):
     return thread
 
 
+SLOW = 8  # times STALL_S: how long loading or saving may take
+
+
 class Crew:
     """Worker threads that end together: the first failure is the run's, and ends every wait of the others."""
 
     def __init__(self, n_meeting):
         self.stop, self.error, self.error_lock = threading.Event(), None, threading.Lock()
         self.barrier, self.start_barrier = threading.Barrier(n_meeting), threading.Barrier(n_meeting)
-        self.moved = time.monotonic()
+        self.moved, self.slow_work = time.monotonic(), 0
 
     def tick(self):
         """Something moved: the watchdog starts counting anew."""
         self.moved = time.monotonic()
+
+    @contextmanager
+    def slow(self):
+        """Around the loading and saving of large files, which show no sign of life while they go well: the
+        watchdog waits SLOW times as long."""
+        with self.error_lock:
+            self.slow_work += 1
+        try:
+            yield
+        finally:
+            self.tick()
+            with self.error_lock:
+                self.slow_work -= 1
 
     def check(self):
         if self.stop.is_set():
@@ -399,7 +415,8 @@ class Crew:
     def watchdog(self, stall_s, state):
         """Nothing moved for stall_s seconds: state() (queue fills, gate's holder), all stacks, and out."""
         while not self.stop.wait(min(1.0, stall_s / 4)):
-            if time.monotonic() - self.moved > stall_s:
-                print(f"STALLED: nothing moved for {stall_s} s (STALL_S); {state()}", flush=True)
+            limit, times = (SLOW * stall_s, f"{SLOW} x ") if self.slow_work else (stall_s, "")
+            if time.monotonic() - self.moved > limit:
+                print(f"STALLED: nothing moved for {limit} s ({times}STALL_S); {state()}", flush=True)
                 faulthandler.dump_traceback(all_threads=True)
                 os._exit(1)

@@ -281,7 +281,7 @@ def target_worker(run, t):
     """Thread t: rows of the jobs t, t+T, ... through its replica, in order, to each one's drafter."""
     device = torch.device(TARGET_DEVICES[t])
     run.enter_thread(device)
-    forward = TappedForward(run.decoders[t], run.config.target_layer_ids)
+    forward = TappedForward(run.decoders[t], run.config.target_layer_ids, run.say)
     hand_off, sent = HandOff(device, run.bad_pairs), deque()
     for kind, index in itertools.islice(run.jobs(), t, None, len(TARGET_DEVICES)):
         run.check()
@@ -342,7 +342,7 @@ def adamw(masters, weights, grads, first, second, lr, count, scale, skip):
 class Replica:
     """One drafter: compute-dtype weights, fp32 masters, AdamW; the target's embedding and head beside."""
 
-    def __init__(self, index, config, device, embed, head, weights, machines=1):
+    def __init__(self, index, config, device, embed, head, weights, machines=1, trains=True):
         self.index, self.device, self.embed, self.head = index, device, embed, head
         attend, self.make_mask = flex_utils.make_attention(device, COMPILE, SMALL_KERNELS)
         with torch.device("meta"):
@@ -350,30 +350,35 @@ class Replica:
         self.drafter = drafter.to_empty(device=device).to(compute_dtype(device)).train()
         self.params = dict(self.drafter.named_parameters())
         self.weights = {n: p.detach() for n, p in self.params.items()}
-        self.masters = {n: weights[n].to(device, torch.float32, copy=True) for n in self.params}
-        self.moments = {k: {n: torch.zeros_like(m) for n, m in self.masters.items()} for k in MOMENTS}
-        self.count = torch.zeros((), device=device)  # updates that were not skipped
+        self.set_weights(weights)
         self.adamw, self.spec = self.own(adamw), loss_spec(self.own(md.ce_and_grad))
         parts = (*self.drafter.layers, self.drafter.hidden_norm, self.drafter.norm)
         for module in parts if compiles_on(device) else ():  # layers of a type share a graph
             module.forward = self.own(module.forward)
-        rows = ROWS_PER_STEP * machines
+        self.jobs_seen, self.started, self.sums = 0, False, None
+        if trains:
+            self.prepare_training(weights, ROWS_PER_STEP * machines)
+
+    def prepare_training(self, weights, rows):
+        """What only training needs: 12 bytes a weight, and statistics of a step's rows."""
+        device = self.device
+        self.masters = {n: weights[n].to(device, torch.float32, copy=True) for n in self.params}
+        self.moments = {k: {n: torch.zeros_like(m) for n, m in self.masters.items()} for k in MOMENTS}
+        self.count = torch.zeros((), device=device)  # updates that were not skipped
         self.stats = torch.zeros(rows, 5, dtype=torch.float64, device=device)
         self.ring = torch.zeros(LOG_EVERY, rows + 1, 5, dtype=torch.float64, device=device)
         self.layers = {}  # number, or "" -> names of its weights: one compiled update each
         for n in self.params:
             self.layers.setdefault(n.split(".")[1] if n.startswith("layers.") else "", []).append(n)
-        self.jobs_seen, self.started, self.sums = 0, False, None
-        self.copy_to_params()
 
     def own(self, function):
         """Compiled for this replica's thread alone, where anything is."""
         return flex_utils.compiled(function, self.index) if compiles_on(self.device) else function
 
     @torch.no_grad()
-    def copy_to_params(self):
+    def set_weights(self, weights):
         for n, weight in self.weights.items():
-            weight.copy_(self.masters[n])
+            weight.copy_(weights[n])
 
     @torch.no_grad()
     def update(self, lr, slot):
@@ -411,7 +416,7 @@ class Replica:
             for n, tensor in table.items():
                 tensor.copy_(state[f"{k}.{n}"])
         self.count.copy_(state["adam_step"])
-        self.copy_to_params()
+        self.set_weights(self.masters)
 
 
 def micro_step(run, w, item):
@@ -638,7 +643,7 @@ class Run(flex_utils.Crew):
             lists.append([*(p.grad for p in w.params.values()), w.stats])
         # on the hosts: no device is waited for, and NCCL starts nothing that a dead machine would hang
         self.end_if_signalled()
-        sum_over_replicas(lists, self.direct, self.machines)
+        sum_over_replicas(lists, self.direct, self.machines, self.bad_pairs)
 
     def end_if_signalled(self):
         signalled = max(self.machines.gather(self.signal or 0))
@@ -717,11 +722,11 @@ class Run(flex_utils.Crew):
         good = sums[np.isfinite(sums[:, LOSS_SUM])]
         losses = [r[LOSS_SUM] / r[WEIGHT] for r in good if r[WEIGHT] > 0]
         norms = [rows[-1][0] for rows in steps if np.isfinite(rows[-1][0])]
-        target_waits, waits = ([watch.take() for watch in watches]
-                               for watches in (self.target_watches, self.drafter_watches))
-        reduce = self.reduce_watch.take()
-        step_ms, wait_ms, target_wait_ms, reduce_ms = (
-            round(1e3 * float(s) / n, 2) for s in (wall, np.mean(waits), np.mean(target_waits), reduce))
+        waits, target_waits = ([watch.take() for watch in watches]
+                               for watches in (self.drafter_watches, self.target_watches))
+        wait, target_wait, reduce = np.mean(waits), np.mean(target_waits), self.reduce_watch.take()
+        step_ms, wait_ms, target_wait_ms, reduce_ms = (  # an evaluation is in the targets' waits alone
+            round(1e3 * float(s) / n, 2) for s in (wall, wait, max(0, target_wait - self.eval_s), reduce))
         values = {
             "step": step, "loss": float(np.mean(losses)) if losses else None,
             "accept_len": float(1 + good[:, MATCHES].sum() / max(1, good[:, ANCHORS].sum())),
@@ -734,15 +739,17 @@ class Run(flex_utils.Crew):
         texts = {k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in values.items()}
         self.say(" | ".join(f"{k} {text}" for k, text in texts.items()))
         if step % LOG_EVERY == 0 and step // LOG_EVERY == self.first // LOG_EVERY + 2:  # the first compiled
-            self.say_split((wall + self.eval_s - np.mean(target_waits)) / n, (wall - waits[0] - reduce) / n)
+            self.say_split(max(0, wall + self.eval_s - target_wait) / n, (wall - waits[0] - reduce) / n)
             self.say(f"{(self.last - step) * wall / n / 3600:.2f} hours to step {self.last} at this pace, "
                      "evaluation left out")
         self.restart_window(step)
 
     def say_split(self, target_s, drafter_s):
         """Which split of the devices would keep both sides busy, from each side's busy seconds of a step."""
-        t, d = len(TARGET_DEVICES), len(DRAFTER_DEVICES)
-        target_ms, drafter_ms = 1e3 * target_s * t / ROWS_PER_STEP, 1e3 * drafter_s * d / ROWS_PER_STEP
+        t, d, gpus = len(TARGET_DEVICES), len(DRAFTER_DEVICES), TARGET_DEVICES + DRAFTER_DEVICES
+        if len(set(gpus)) < len(gpus) and "cpu" not in gpus:
+            return  # on a GPU that two threads share, each one's clock counts the other's work
+        target_ms, drafter_ms = (1e3 * s * n / ROWS_PER_STEP for s, n in ((target_s, t), (drafter_s, d)))
         best = min(range(1, t + d), key=lambda n: max(target_ms / n, drafter_ms / (t + d - n)))
         self.say(f"a row takes a target {target_ms:.0f} ms and a drafter {drafter_ms:.0f} ms: of {t + d} "
                  f"devices {best} for targets and {t + d - best} for drafters balance best, now {t} and {d}")
@@ -918,21 +925,23 @@ def build(run):
     read_data(run, tokenizer, config.get_text_config().vocab_size)
     run.tick()
     check_machines(run)
-    begin, state = run.machines.from_first(lambda: starting_point(run))
+    with run.slow():
+        begin, state = run.machines.from_first(lambda: starting_point(run))
     run.first, run.evaluated_before, run.kept = begin
     weights = checkpoints.masters_of(state)
     targets, drafters = [torch.device(d) for d in TARGET_DEVICES], [torch.device(d) for d in DRAFTER_DEVICES]
     check_devices(run, targets, drafters)
-    model = load_target(targets[0], run.tick)
-    run.tick()
+    with run.slow():  # TARGET may have to be downloaded
+        model = load_target(targets[0], run.tick)
     embed, head, decoder = model.get_input_embeddings(), target_files.head_of(model), model.get_decoder()
     run.config = replace(run.config, input_embedding_scale=target_files.embedding_scale(embed))
     target_files.fast_path(decoder)
     with refusing(f"TARGET = {TARGET}: can't run", ImportError):  # FP8 layers look for their kernels now
         target_files.prove(TARGET, model, run.config, run.train_rows.conversations, tokenizer)
-    shared = {d: [replica_of(module, d, run.bad_pairs) for module in (embed, head)] for d in set(drafters)}
+    both = torch.nn.ModuleList([embed, head])  # one copy where they are tied
+    shared = {d: replica_of(both, d, run.bad_pairs) for d in set(drafters)}
     decoder.layers = decoder.layers[:run.config.target_layer_ids[-1] + 1]  # the rest feeds nothing
-    del model, head  # the head and the last layers leave the target's GPU here
+    del model, head, both  # the head and the last layers leave the target's GPU here
     run.calls = calls_for(decoder, run.train_rows, run.eval_rows)
     run.decoders = [decoder] + [replica_of(decoder, d, run.bad_pairs) for d in targets[1:]]
     run.replicas = [Replica(i, run.config, d, *shared[d], weights, run.machines.size)
@@ -1071,7 +1080,8 @@ def open_checkpoint():
     here = model.config.get_text_config().hidden_size, len(model.get_decoder().layers)
     there = config.hidden_size, config.num_target_layers
     need(here == there, f"CKPT = {CKPT} is for hidden size and layers {there}, TARGET = {TARGET} has {here}")
-    w = Replica(0, config, model.device, model.get_input_embeddings(), target_files.head_of(model), weights)
+    w = Replica(0, config, model.device, model.get_input_embeddings(), target_files.head_of(model), weights,
+                trains=False)
     w.drafter.eval()
     return model, tokenizer, w
 

@@ -65,7 +65,8 @@ def test_a_family_trains_saves_and_decodes(family, capsys):
 
 def assert_lossless(target, config, weights):
     model = transformers.AutoModelForCausalLM.from_pretrained(target).eval().requires_grad_(False)
-    w = td.Replica(0, config, torch.device("cpu"), model.get_input_embeddings(), target_files.head_of(model), weights)
+    w = td.Replica(0, config, torch.device("cpu"), model.get_input_embeddings(), target_files.head_of(model), weights, trains=False)
+    assert not hasattr(w, "masters") and not hasattr(w, "moments")  # decoding and `eval` need no 12 bytes a weight
     prompt = torch.arange(10, 22)[None]
     plain = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=24,
                            eos_token_id=EOS)
@@ -156,5 +157,7 @@ def test_a_graph_that_differs_from_the_forward_is_refused(cuda, capsys, monkeypa
         hidden[1, 7] *= 1.2
         return hidden
     monkeypatch.setattr(forward, "layers_alone", one_token_off)
-    assert torch.equal(forward.first(ids), forward.eager(ids)) and forward.refused
+    forward.graphs[7, 7] = "made before"
+    assert torch.equal(forward.first(ids), forward.eager(ids))
+    assert forward.refused and list(forward.graphs) == [(7, 7)]
     assert "a token differs from transformers' forward by 0.2" in capsys.readouterr().out

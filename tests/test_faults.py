@@ -932,6 +932,23 @@ def test_a_death_beside_a_busy_thread_is_said_within_seconds(tmp_path, name, stu
     assert "ERROR in thread target-0: Traceback" in text and "boom in target_features" in text, text[-3000:]
 
 
+def _slow_files(seconds):
+    load, write = trainer.target_files.load_model, trainer.checkpoints.write_checkpoint
+
+    def slowly(work):
+        def wait_first(*args):
+            time.sleep(seconds)
+            return work(*args)
+        return wait_first
+    trainer.target_files.load_model, trainer.checkpoints.write_checkpoint = slowly(load), slowly(write)
+
+
+def test_loading_and_saving_may_take_longer_than_stall_s(tmp_path):
+    child = start(tmp_path / "o", _slow_files, (5,), **dict(SHAPE, STALL_S=3, EVAL_EVERY=0, STEPS=4, SAVE_EVERY=2))
+    assert child.code(60) == 0, child.text()[-3000:]
+    assert len(list((tmp_path / "o").glob("step_*"))) == 2
+
+
 def test_tokenising_ticks_the_watchdog(tmp_path):
     """One tick for each 128 lines: a large file may take longer than STALL_S."""
     data, ticks = data_file("many", 1000), []

@@ -14,7 +14,8 @@ import torch
 
 import flex_utils
 from flex_utils import Gate, attend_flex, block_mask, worker_compile_settings
-from tools.devices import check_pairs, transfer
+from tools import devices
+from tools.devices import Alone, check_pairs, sum_over_replicas, transfer
 
 PATIENCE = 15  # seconds after which a thread counts as hung
 
@@ -514,11 +515,13 @@ def test_check_pairs_copies_each_pair_once_and_never_to_itself(no_devices):
 class Traveller:
     """Stands for a tensor and writes down its journey."""
 
+    shape, dtype = (2, 3), torch.bfloat16
+
     def __init__(self, device):
         self.device, self.journey = device, []
 
-    def cpu(self):
-        self.journey.append("cpu")
+    def copy_(self, source):
+        self.journey = [*source.journey, "pinned host"]
         return self
 
     def to(self, device, **_):
@@ -526,11 +529,45 @@ class Traveller:
         return self
 
 
-def test_transfer_takes_a_bad_pair_through_host_memory():
+def test_transfer_takes_a_bad_pair_through_pinned_host_memory(monkeypatch):
+    def host(shape, dtype, pin_memory):
+        assert (shape, dtype, pin_memory) == ((2, 3), torch.bfloat16, True)
+        return Traveller(torch.device("cpu"))
+    monkeypatch.setattr(torch, "empty", host)
     bad = frozenset({(GPU[0], GPU[1])})
-    assert transfer(Traveller(GPU[0]), GPU[1], bad).journey == ["cpu", GPU[1]]
+    assert transfer(Traveller(GPU[0]), GPU[1], bad).journey == ["pinned host", GPU[1]]
     assert transfer(Traveller(GPU[1]), GPU[0], bad).journey == [GPU[0]]  # pairs are ordered
     assert transfer(Traveller(GPU[0]), GPU[1]).journey == [GPU[1]]
+
+
+def test_gradients_of_drafters_without_nccl_go_by_transfer_both_ways(monkeypatch):
+    """It alone knows of bad pairs."""
+    lists, bad, crossed = [[torch.full((3,), 10.0 ** d)] for d in range(3)], frozenset({1}), []
+
+    def copy(tensor, device, bad_pairs):
+        crossed.append((tensor[0].item(), bad_pairs))
+        return tensor.clone()
+    monkeypatch.setattr(devices, "transfer", copy)
+    sum_over_replicas(lists, False, Alone(), bad)
+    assert [tensors[0].tolist() for tensors in lists] == [[111.0] * 3] * 3
+    assert crossed == [(10.0, bad), (100.0, bad), (111.0, bad), (111.0, bad)]
+
+
+def test_the_watchdog_waits_longer_for_loading_and_saving(monkeypatch, capfd):
+    crew, ends = flex_utils.Crew(1), []
+
+    def end(code):
+        ends.append((code, time.monotonic()))
+        crew.stop.set()
+    monkeypatch.setattr(flex_utils.os, "_exit", end)
+    watchdog = flex_utils.start_thread("watchdog", crew.watchdog, 0.5, lambda: "state")
+    with crew.slow():
+        time.sleep(2)
+        assert not ends
+    left = time.monotonic()
+    watchdog.join(10)
+    assert [code for code, _ in ends] == [1] and 0.4 < ends[0][1] - left < 3
+    assert "nothing moved for 0.5 s (STALL_S); state" in capfd.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------------- cost

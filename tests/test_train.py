@@ -4,6 +4,7 @@ import json
 import math
 import random
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -200,6 +201,19 @@ def test_schedule_in_the_log(tmp_path):
 
 def test_first_loss_of_a_random_target_is_ln_v(one_and_one):
     assert losses(one_and_one)[0] == pytest.approx(math.log(common.VOCAB), abs=0.05)
+
+
+def test_the_split_that_balances(monkeypatch):
+    """A step of 12 rows keeps 5 targets busy for 1 s and 3 drafters for 0.84 s: 5 x 1 / 12 and 3 x 0.84 / 12 s a row."""
+    said = []
+    run = types.SimpleNamespace(say=said.append)
+    monkeypatch.setattr(trainer, "ROWS_PER_STEP", 12)
+    for targets, drafters in ((range(5), range(5, 8)), ((0,), (0,)), ((0, 0), (1,))):
+        for name, numbers in (("TARGET_DEVICES", targets), ("DRAFTER_DEVICES", drafters)):
+            monkeypatch.setattr(trainer, name, [f"cuda:{i}" for i in numbers])
+        trainer.Run.say_split(run, 1.0, 0.84)
+    assert said == ["a row takes a target 417 ms and a drafter 210 ms: of 8 devices 5 for targets and 3 for "
+                    "drafters balance best, now 5 and 3"]  # and nothing where a GPU does both
 
 
 def test_small_data_may_pass_many_times_within_one_log_window(tmp_path):

@@ -218,7 +218,11 @@ class Saver:
     def start(self, step, state, *rest):
         """state(): the copy to host memory, made when the last one is on the disk."""
         self.wait()
-        self.thread = start_thread("saver", self.run.guarded, self.write, step, state(), *rest, daemon=False)
+        self.thread = start_thread("saver", self.run.guarded, self.save, step, state(), *rest, daemon=False)
+
+    def save(self, *what):
+        with self.run.slow():
+            self.write(*what)
 
     def write(self, step, state, info, best):
         out = self.run.out
@@ -237,7 +241,6 @@ class Saver:
             if best:  # the best that there is
                 self.run.kept["best"] = best_of(out)
             self.run.say(f"WARNING: {self.failed}; training goes on, the next save tries again")
-        self.run.tick()
 
     def rotate(self, step):
         """The newest up to `step` and the best stay; newer ones are damaged or of a line that was left."""

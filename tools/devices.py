@@ -32,9 +32,10 @@ def to_device(tensor, device):
 
 
 def transfer(tensor, device, bad_pairs=frozenset()):
-    """`tensor` on `device`; through host memory where the pair's direct copies are known to be wrong."""
+    """`tensor` on `device`; through pinned host memory where the pair's direct copies are known to be wrong."""
     if tensor.device != device and (tensor.device, device) in bad_pairs:
-        return tensor.cpu().to(device)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor).to(device, non_blocking=True)
     return tensor.to(device, non_blocking=True)
 
 
@@ -139,23 +140,23 @@ class Stopwatch:
         return seconds
 
 
-def sum_over_replicas(lists, direct, machines):
+def sum_over_replicas(lists, direct, machines, bad_pairs=frozenset()):
     """Sum tensor lists (one per drafter, in order) into every one of them: the same bits on every replica.
 
-    direct: distinct CUDA devices whose copies are sound, summed in place by NCCL from this one thread.
+    direct: distinct CUDA devices, summed in place by NCCL from this one thread.
     machines: what they sum is added before it goes back to this machine's replicas.
     """
     for tensors in zip(*lists):
         if direct:
             torch.cuda.nccl.all_reduce(tensors)
         for other in () if direct else tensors[1:]:
-            tensors[0].add_(other.to(tensors[0].device))
+            tensors[0].add_(transfer(other, tensors[0].device, bad_pairs))
     machines.sum(lists[0])
     for tensors in zip(*lists):
         if direct and machines.size > 1:
             torch.cuda.nccl.broadcast(tensors)
         for other in () if direct else tensors[1:]:
-            other.copy_(tensors[0])
+            other.copy_(transfer(tensors[0], other.device, bad_pairs))
 
 
 # --------------------------------------------------------------------------------- between machines

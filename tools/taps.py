@@ -42,18 +42,16 @@ class TappedForward:
     A decoder with more to it, or one that waits for its device, runs eagerly and says so.
     """
 
-    def __init__(self, decoder, ids):
-        self.decoder, self.taps = decoder, Taps(decoder.layers, ids)
+    def __init__(self, decoder, ids, say=print):
+        self.decoder, self.taps, self.say = decoder, Taps(decoder.layers, ids), say
         self.layers = decoder.layers[:max(ids) + 1]
-        self.graphs, self.refused = {}, False
+        self.graphs, self.refused = {}, False  # shape -> what capture() returns; no more of them
         self.stream = self.pool = None  # of the captures
 
     def __call__(self, ids):
-        if not ids.is_cuda or self.refused:
-            return self.eager(ids)
-        if ids.shape not in self.graphs:
-            return self.first(ids)
-        return self.replay(ids)
+        if ids.shape in self.graphs:
+            return self.replay(ids)
+        return self.first(ids) if ids.is_cuda and not self.refused else self.eager(ids)
 
     def replay(self, ids):
         graph, given, hidden, _ = self.graphs[ids.shape]
@@ -90,15 +88,17 @@ class TappedForward:
         try:
             self.graphs[ids.shape] = self.capture(ids)
             error = ((self.replay(ids) - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)).max()
+            # rounding stays far below that, a forgotten argument doesn't
             reason = None if error <= 0.1 else f"a token differs from transformers' forward by {error:.2g}"
         except Exception as e:  # whatever stands in its way
             e = e.__context__ or e  # what went wrong in a capture, not that it can't be ended then
             reason = (str(e) or repr(e)).splitlines()[0]
         if reason:
-            self.graphs, self.refused = {}, True
+            self.refused = True
+            self.graphs.pop(ids.shape, None)
             self.taps.caught.clear()
-            print(f"target on {ids.device}: no CUDA graph of {tuple(ids.shape)} tokens, its kernels are "
-                  f"launched one by one: {reason}", flush=True)
+            self.say(f"target on {ids.device}: no CUDA graph of {tuple(ids.shape)} tokens or of a shape to "
+                     f"come, their kernels are launched one by one: {reason}")
         return expected
 
     def capture(self, ids):
