@@ -234,7 +234,7 @@ class Steps(td.Run):
         td.DRAFTER_DEVICES = [str(w.device) for w in replicas]
         super().__init__(Path("out/bench"))
         self.replicas, self.items, self.direct, self.link_ms = replicas, items, direct, link_ms
-        self.last = self.horizon = 10**6
+        self.last, self.horizon, self.bad_pairs = 10**6, 10**6, frozenset()
 
     def say(self, text):
         """The bench prints its own lines."""
