@@ -515,7 +515,7 @@ def test_check_pairs_copies_each_pair_once_and_never_to_itself(no_devices):
 class Traveller:
     """Stands for a tensor and writes down its journey."""
 
-    shape, dtype = (2, 3), torch.bfloat16
+    shape, dtype, is_cuda = (2, 3), torch.bfloat16, True
 
     def __init__(self, device):
         self.device, self.journey = device, []

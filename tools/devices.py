@@ -34,7 +34,7 @@ def to_device(tensor, device):
 def transfer(tensor, device, bad_pairs=frozenset()):
     """`tensor` on `device`; through pinned host memory where the pair's direct copies are known to be wrong."""
     if tensor.device != device and (tensor.device, device) in bad_pairs:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         return host.copy_(tensor).to(device, non_blocking=True)
     return tensor.to(device, non_blocking=True)
 
