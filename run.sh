@@ -68,9 +68,10 @@ forwarding() {
     "$@" & pid=$!
     trap 'kill -TERM "$pid"' TERM
     trap 'kill -INT "$pid"' INT
+    trap 'kill -HUP "$pid"' HUP
     wait "$pid" || rc=$?
     while kill -0 "$pid" 2>/dev/null; do rc=0; wait "$pid" || rc=$?; done   # a signal ends the wait alone
-    trap - TERM INT
+    trap - TERM INT HUP
     set +m
     return "$rc"
 }
@@ -81,10 +82,6 @@ demo() {
     if [[ -z $target ]]; then
         need gguf gguf==0.19.0
         target=$("$PYTHON" tools/demo_target.py | tail -n 1)
-    fi
-    if [[ $out == out/demo && -e $out ]]; then
-        echo "run.sh: out/demo is cleared, the demo starts anew (OUT=... keeps a run, and resumes it)"
-        rm -rf out/demo
     fi
     forwarding "$PYTHON" train_dflash.py demo "$@" "TARGET=$target" "OUT=$out"
     "$PYTHON" train_dflash.py generate TARGET_DEVICES=cpu MAX_NEW_TOKENS=64 "$@" "TARGET=$target" \

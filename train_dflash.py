@@ -39,7 +39,6 @@ import os
 import queue
 import shutil
 import signal
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -144,21 +143,25 @@ def constants():
     return {n: globals()[n] for n in CONSTANTS}
 
 
+def is_a(value, hint):
+    if isinstance(hint, types.UnionType):
+        return any(is_a(value, kind) for kind in typing.get_args(hint))
+    if typing.get_origin(hint) is list:
+        return type(value) is list and all(is_a(v, typing.get_args(hint)[0]) for v in value)
+    return type(value) is hint or (hint is float and type(value) is int)
+
+
 def convert(text, kind):
     """Text of NAME=VALUE -> a value of `kind`; ValueError if it isn't one."""
     if kind is str:
         return text
-    if kind is bool and text in ("True", "False"):
-        return text == "True"
     if typing.get_origin(kind) is list:
         items = ast.literal_eval(text) if text[:1] in "[(" else text.split(",")
         return [convert(str(item), typing.get_args(kind)[0]) for item in items]
     value = ast.literal_eval(text)
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind:
+    if not is_a(value, kind):
         raise ValueError(text)
-    return value
+    return float(value) if kind is float else value
 
 
 def override(args):
@@ -183,6 +186,9 @@ def override(args):
 
 def check_settings():
     """Everything that can be said before a file or a device is touched."""
+    for name, hint in CONSTANTS.items():  # they may have been edited
+        value, wanted = globals()[name], hint if typing.get_args(hint) else hint.__name__
+        need(is_a(value, hint), f"{name} = {value!r}: must be of type {wanted}")
     for name in ("SEQ_LEN", "NUM_ANCHORS", "DRAFT_LAYERS", "SLIDING_WINDOW", "INIT_STD", "EPOCHS", "STEPS",
                  "STOP_AT", "ROWS_PER_STEP", "LR", "CLIP", "GAMMA", "LOSS_CHUNK", "QUEUE_DEPTH", "LOG_EVERY",
                  "SAVE_EVERY", "KEEP", "STALL_S", "K_BAD", "MAX_NEW_TOKENS"):
@@ -190,6 +196,7 @@ def check_settings():
         need(value is None or 0 < value < math.inf, f"{name} = {value}: must be a number above 0")
     for name, ok, wanted in (
             ("BLOCK_SIZE", BLOCK_SIZE >= 2, "must be 2 or more, the anchor and at least one drafted token"),
+            ("OUT", OUT, "name a directory"),
             ("EVAL_EVERY", EVAL_EVERY >= 0, "0 (never) or above"),
             ("SEED", 0 <= SEED < 2**63, "0 or above, below 2**63"),
             ("TEMPERATURE", TEMPERATURE >= 0, "0 (greedy) or above"),
@@ -627,10 +634,11 @@ class Run(flex_utils.Crew):
         flex_utils.worker_compile_settings(len(set(TARGET_DEVICES + DRAFTER_DEVICES)))
 
     def on_signal(self, number, frame):
-        if self.signal is not None:
+        if self.signal is not None and number != signal.SIGHUP:  # of which a closed terminal sends several
             os._exit(128 + number)
-        self.signal = number
-        print(f"\nsignal {number}: finishing the step, saving, then ending (again: end at once)", flush=True)
+        self.signal = self.signal or number
+        with suppress(OSError):  # the terminal may be gone
+            print(f"\nsignal {number}: finishing the step and saving, then ending (again: at once)", flush=True)
 
     # ---- once a step
     def average(self, step):
@@ -778,7 +786,7 @@ class Run(flex_utils.Crew):
     def say(self, text):
         with self.lines.lock:
             self.lines.append("train.log", text)
-            with suppress(BrokenPipeError):  # the run outlives what reads it
+            with suppress(OSError):  # the run outlives what reads it
                 tqdm.write(text) if self.bar else print(text, flush=True)
 
 
@@ -882,6 +890,8 @@ def starting_point(run):
     if found:
         path, info, state = found
         check_resume(path, info, run)
+        need(info["step"] < run.last or path.resolve().parent == run.out.resolve(),
+             f"RESUME = {RESUME} is at step {info['step']} of {run.last}: nothing is left to do in OUT = {OUT}")
         checkpoints.truncate_lines(run.out, info["step"], info["evaluated"])
         run.say(f"resuming from {path}, step {info['step']}")
         if info["best"] and info["best"]["step"] == info["step"]:  # a kill can come before its link
@@ -953,20 +963,12 @@ def build(run):
 
 # ------------------------------------------------------------------------------------------------ main
 
-def commit():
-    try:
-        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent,
-                              capture_output=True, text=True)
-        return done.stdout.strip() or None
-    except OSError:
-        return None
-
-
 def describe_run(run):
     """Head of the log and OUT/run.json."""
     stats, n_rows = run.train_rows.conversations.stats, run.train_rows.total(1)
     facts = {"torch": torch.__version__, "transformers": transformers.__version__,
-             "safetensors": safetensors.__version__, "python": sys.version.split()[0], "commit": commit(),
+             "safetensors": safetensors.__version__, "python": sys.version.split()[0],
+             "commit": checkpoints.commit(),
              "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
              "machines": run.machines.size,
              "trainable_parameters": sum(m.numel() for m in run.replicas[0].masters.values()),
@@ -976,7 +978,12 @@ def describe_run(run):
     facts.update(data=stats, drafter=checkpoints.config_json(run.config), constants=constants())
     (run.out / "run.json").write_text(json.dumps(facts, indent=1, default=str))
     run.say("constants: " + ", ".join(f"{n}={v!r}" for n, v in constants().items()))
-    run.say(f"{stats['rows']} conversations, {stats['tokens']} tokens, "
+    lengths, most = run.train_rows.conversations.lengths, run.config.max_position_embeddings
+    if lengths.max() > most:
+        run.say(f"WARNING: DATA has conversations of {lengths.max()} tokens, max_position_embeddings of TARGET "
+                f"is {most}: what it says beyond that is no guide; SEQ_LEN = {SEQ_LEN} cuts them")
+    run.say(f"{stats['rows']} conversations, {(lengths >= SEQ_LEN).sum()} of them cut at SEQ_LEN or just as "
+            f"long, {stats['tokens']} tokens, "
             f"supervised {stats['supervised'] / stats['tokens']:.3f}; {n_rows} rows of {SEQ_LEN} an epoch, "
             f"about {min(NUM_ANCHORS, stats['supervised'] / n_rows):.0f} anchors a row; "
             f"steps {run.first} to {run.last} of {run.horizon}; "
@@ -1007,11 +1014,13 @@ def run_threads(run):
 
 @contextmanager
 def signals_of(run):
-    """SIGTERM and Ctrl-C finish the step and save. Python handles signals in the main thread alone."""
+    """SIGTERM, Ctrl-C and a closed terminal finish the step and save. Python handles signals in the main thread
+    alone."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    old = {s: signal.signal(s, run.on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+    every = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    old = {s: signal.signal(s, run.on_signal) for s in every if signal.getsignal(s) != signal.SIG_IGN}  # nohup
     try:
         yield
     finally:
@@ -1019,14 +1028,19 @@ def signals_of(run):
             signal.signal(s, handler)
 
 
-def train():
+def demo():
+    """The job with the constants of DEMO; its own folder starts anew. -> exit code."""
+    return train(clear=OUT == DEMO["OUT"])
+
+
+def train(clear=False):
     """The whole job. -> exit code."""
     need_devices("TARGET_DEVICES", TARGET_DEVICES)
     need_devices("DRAFTER_DEVICES", DRAFTER_DEVICES)
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
     machines = Alone() if alone else Machines(STALL_S)
     # OUT is machine 0's alone: it may be shared, or missing elsewhere. What others write there goes with them
-    with tempfile.TemporaryDirectory() if machines.rank else checkpoints.only_run_in(Path(OUT)) as out:
+    with tempfile.TemporaryDirectory() if machines.rank else checkpoints.only_run_in(Path(OUT), clear) as out:
         run = Run(Path(out), machines)
         watchdog = start_thread("watchdog", run.watchdog, STALL_S, run.state)
         try:
@@ -1055,7 +1069,7 @@ def train():
 
 def finish(run):
     best, code, text = run.kept["best"], 0, f"done: {Path(OUT) / 'latest'}"
-    if best:
+    if best and (run.out / "best").exists():  # not that of another folder's run
         text += f"; best tau {best['tau']:.3f} at step {best['step']}"
     if run.error:
         code, text = EXIT_ERROR, f"ERROR in {run.error}"
@@ -1164,7 +1178,7 @@ def devices():
     return 3 if missing else 0
 
 
-MODES = {"train": train, "demo": train, "eval": evaluate_checkpoint, "generate": generate, "inspect": inspect,
+MODES = {"train": train, "demo": demo, "eval": evaluate_checkpoint, "generate": generate, "inspect": inspect,
          "devices": devices}
 
 
@@ -1176,7 +1190,9 @@ def main(argv):
     try:
         one_of("mode", mode, MODES)
         if mode == "demo":
-            globals().update(DEMO)
+            for name, value in DEMO.items():
+                one_of("a name in DEMO", name, CONSTANTS)
+                globals()[name] = value
         words = [word for word in rest if mode == "inspect" and "=" not in word]
         override(word for word in rest if word not in words)
         check_settings()

@@ -733,6 +733,20 @@ def test_which_files(tmp_path):
         td.read_conversations("nowhere.jsonl", tokenizer(), "EVAL_DATA", 400)
 
 
+def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def refused(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(td.UserError, match="EVAL_DATA = .*can't be read: .*Permission denied.*closed"):
+        tc.resolve_files(str(tmp_path), "EVAL_DATA")
+
+
 def test_other_accepted_forms(tmp_path):
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1 plus 1?"}]
     rows = [

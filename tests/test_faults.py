@@ -380,6 +380,37 @@ def test_two_runs_on_one_out_the_second_refuses(tmp_path, capfd):
     straight(tmp_path / "o", **SHAPE)  # the lock dies with its process
 
 
+def test_a_demo_clears_its_folder_but_not_under_another_run(tmp_path, capsys):
+    for name in ("metrics.jsonl", "step_00000001/config.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "latest").symlink_to("step_00000001")
+    with trainer.checkpoints.only_run_in(tmp_path):
+        with pytest.raises(trainer.UserError, match="in use by another run"):
+            with trainer.checkpoints.only_run_in(tmp_path, clear=True):
+                pass
+        assert (tmp_path / "latest" / "config.json").exists()
+    with trainer.checkpoints.only_run_in(tmp_path, clear=True):
+        assert [p.name for p in tmp_path.iterdir()] == [".lock"]
+    assert capsys.readouterr().out == f"OUT = {tmp_path} is cleared, the demo starts anew (another OUT keeps a run, and resumes it)\n"
+
+
+def test_resume_of_a_finished_run_in_another_out_is_refused(tmp_path, capfd, undisturbed):
+    assert train(tmp_path / "new", **SHAPE, RESUME=undisturbed / "latest") == 2
+    one_line(capfd, "RESUME = ", "at step 8 of 8", tmp_path / "new")
+
+
+@pytest.mark.parametrize("name, value, wanted", [
+    ("SEQ_LEN", "4096", "int"), ("LR", (6e-4,), "float"), ("TARGET_LAYER_IDS", [1.5, 3], "list[int] | None"),
+    ("TARGET_DEVICES", "cpu", "list[str]"), ("RESUME", True, "str"), ("CHAT_TEMPLATE_KWARGS", None, "dict"),
+    ("COMPILE", 1, "bool"), ("EPOCHS", True, "int"), ("OUT", "", "name a directory")])
+def test_edited_constants_are_checked(monkeypatch, name, value, wanted):
+    monkeypatch.setattr(trainer, name, value)
+    with pytest.raises(trainer.UserError, match=rf"^{name} = ") as error:
+        trainer.check_settings()
+    assert str(error.value).endswith(wanted)
+
+
 def test_a_stalled_run_says_where_it_hangs_and_ends(tmp_path):
     """Five seconds, so that a busy machine does not stall while it loads."""
     began = time.monotonic()
@@ -409,7 +440,7 @@ def signal_at(monkeypatch, number, call, name="micro_step"):
     return count
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 @pytest.mark.parametrize("drafters", [1, 2])
 def test_a_signal_saves_and_resume_is_exact(tmp_path, monkeypatch, undisturbed, number, code, drafters):
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
@@ -425,6 +456,18 @@ def test_a_signal_saves_and_resume_is_exact(tmp_path, monkeypatch, undisturbed, 
     straight(tmp_path / "o", **SHAPE, **threads(drafters, drafters))
     assert_same(tmp_path / "o" / "latest", base / "latest")
     assert untimed(tmp_path / "o") == untimed(base)
+
+
+def test_nohup_is_respected(tmp_path, monkeypatch, undisturbed):
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with monkeypatch.context() as patch:
+            signal_at(patch, signal.SIGHUP, 5)
+            assert train(tmp_path / "o", **SHAPE) == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, old)
+    assert_same(tmp_path / "o" / "latest", undisturbed / "latest")
 
 
 def test_a_signal_in_a_long_evaluation_ends_it(tmp_path, monkeypatch):

@@ -256,6 +256,16 @@ def test_other_settings_or_a_damaged_file_are_refused(server, tmp_path):
     one_line(call(*words), "line 1 is not JSON")
 
 
+def test_a_file_of_the_users_own_is_not_touched(server, tmp_path):
+    """Its last line may end without a newline, as one that a kill cut off does."""
+    prompts(tmp_path / "in.jsonl", ["fine"])
+    for own in (tmp_path / "own.jsonl", tmp_path / "in.jsonl"):
+        own.write_bytes((tmp_path / "in.jsonl").read_bytes().rstrip())
+        before = own.read_bytes()
+        one_line(call(f"PROMPTS={tmp_path / 'in.jsonl'}", f"OUT={own}", server.url, *QUICK), str(own), "another OUT")
+        assert own.read_bytes() == before
+
+
 # ---- a local target ------------------------------------------------------------------------------
 
 TEMPLATE = ("{% for m in messages %}{{ '<s>' + m['role'] + '\n' + m['content'] + '</s>' + '\n' }}{% endfor %}"

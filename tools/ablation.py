@@ -7,6 +7,7 @@ RUNS picks from VARIANTS, PARALLEL runs at a time; everything else goes to train
 training: each run is a process with an OUT of its own. The table (Markdown) is the last thing printed.
 """
 import json
+import re
 import subprocess
 import sys
 import time
@@ -32,12 +33,13 @@ VARIANTS = {  # name -> what differs from the settings on the command line
 
 
 def scaled(setting, base):
-    """NAME=2x -> NAME=<twice what the command line says>."""
+    """NAME=2x -> NAME=<twice what the command line says, or the trainer's own constant>."""
     name, value = setting.split("=", 1)
     if not value.endswith("x"):
         return setting
-    number = float(value[:-1]) * float(base[name])
-    return f"{name}={int(number) if base[name].isdigit() else number}"
+    was = base.get(name) or re.search(rf"^{name}: \w+ = (\S+)", TRAINER.read_text(), re.M)[1]
+    number = float(value[:-1]) * float(was)
+    return f"{name}={int(number) if was.isdigit() else number}"
 
 
 def run(name, settings):
@@ -54,7 +56,7 @@ def run(name, settings):
     lines = [json.loads(x) for x in metrics.read_text().splitlines()] if metrics.exists() else []
     evals, steps = [x for x in lines if "tau" in x], [x for x in lines if "loss" in x]
     if code or not evals or not steps:
-        return f"| {name} | failed, exit {code} | | | | | {time.time() - began:.0f} |"
+        return f"| {name} | failed, exit {code}: {out}/stdout.txt | | | | | {time.time() - began:.0f} |"
     best = max(evals, key=lambda x: x["tau"])
     last = evals[-1]
     return (f"| {name} | {last['tau']:.3f} | {best['tau']:.3f} ({best['step']}) | {last['eval_loss']:.4f} | "

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import threading
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -265,6 +266,16 @@ class Saver:
 
 # ------------------------------------------------------------------------------- the run's folder
 
+def commit():
+    """Of the trainer's own repository, or None."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parents[1],
+                              capture_output=True, text=True)
+        return done.stdout.strip() or None
+    except OSError:
+        return None
+
+
 def tensorboard(out):
     """A writer where tensorboard is installed, else None."""
     try:
@@ -327,8 +338,8 @@ def truncate_lines(out, step, evaluated=None):
 
 
 @contextmanager
-def only_run_in(out):
-    """Two runs never share one OUT."""
+def only_run_in(out, clear=False):
+    """Two runs never share one OUT. clear: what an earlier one left there goes."""
     with refusing(f"OUT = {out}: not a directory that can be written", OSError):
         out.mkdir(parents=True, exist_ok=True)
         lock = open(out / ".lock", "a+")
@@ -343,4 +354,9 @@ def only_run_in(out):
             lock.truncate(0)
             lock.write(str(os.getpid()))
             lock.flush()
+            left = [path for path in out.iterdir() if clear and path.name != ".lock"]
+            if left:
+                print(f"OUT = {out} is cleared, the demo starts anew (another OUT keeps a run, and resumes it)")
+            for path in left:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         yield out

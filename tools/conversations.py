@@ -30,7 +30,7 @@ import transformers
 from tqdm import tqdm
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from flex_utils import UserError
+from flex_utils import UserError, refusing
 
 DATA_VERSION = 1       # raise it when a change below changes any token or turn: caches are made anew
 SMALL_FILE = 16 << 20  # bytes; smaller files are known by their content
@@ -55,7 +55,20 @@ class BadRow(Exception):
     """A line that can't be used, with the reason: skipped and counted."""
 
 
+def unreadable(error):
+    raise error
+
+
 def resolve_files(spec, what="DATA"):
+    """files_of, for which what can't be read is a UserError."""
+    with refusing(f"{what} = {spec}: can't be read", OSError):
+        files = files_of(spec, what)
+        for path in files:
+            open(path).close()
+    return files
+
+
+def files_of(spec, what):
     """File, directory, glob, list or comma-separated mix of them -> [Path], each once, directories sorted."""
     words = [str(s) for s in spec] if isinstance(spec, (list, tuple)) else [str(spec)]
     if len(words) == 1 and (not words[0] or not Path(words[0]).expanduser().exists()):
@@ -64,7 +77,8 @@ def resolve_files(spec, what="DATA"):
     for word in words:
         path = Path(word).expanduser()
         if path.is_dir():
-            found = [p for p in path.rglob("*") if p.name.endswith((".jsonl", ".jsonl.gz"))]
+            found = [Path(folder, name) for folder, _, names in os.walk(path, onerror=unreadable)
+                     for name in names if name.endswith((".jsonl", ".jsonl.gz"))]
         else:
             found = [path] if path.is_file() else [Path(p) for p in glob.glob(str(path), recursive=True)]
         found = sorted(p for p in found if p.is_file())

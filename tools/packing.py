@@ -240,7 +240,8 @@ def inspect_data(conversations, tokenizer, seq_len, n):
           f"supervised tokens in a row\n{s['tokens']} tokens, {s['supervised']} of them supervised "
           f"({s['supervised'] / s['tokens']:.3f})")
     quantiles = [f"{q}%: {int(v)}" for q, v in zip(quantiles, np.percentile(lengths, quantiles))]
-    print(f"length quantiles: {', '.join(quantiles)}\n{len(rows)} rows of SEQ_LEN = {seq_len} an epoch, "
+    print(f"length quantiles: {', '.join(quantiles)}; {int((lengths >= seq_len).sum())} cut at SEQ_LEN or just "
+          f"as long\n{len(rows)} rows of SEQ_LEN = {seq_len} an epoch, "
           f"{1 - s['tokens'] / (len(rows) * seq_len):.3f} of them padding")
     for title, counts in (("malformed", s["reasons"]), ("source", s["sources"])):
         for name, count in counts.items():

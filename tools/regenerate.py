@@ -181,6 +181,8 @@ class Output:
 
     def __init__(self, counts):
         self.counts = counts
+        if os.path.exists(OUT) and os.path.getsize(OUT) and not os.path.exists(OUT + ".state"):
+            stop(f"OUT={OUT} is there already and was not made by this tool (no {OUT}.state): give another OUT")
         self.file, rows = open_lines(OUT)
         self.state, lines = open_lines(OUT + ".state")
         if not rows and len(lines) == 1:  # begun, nothing answered: other settings are welcome
