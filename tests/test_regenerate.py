@@ -367,6 +367,7 @@ def test_local_resume_completes_the_file(regenerate, monkeypatch, capsys, tiny, 
     run(regenerate, monkeypatch, capsys, tiny, *words, f"OUT={tmp_path / 'whole'}")
     lines = (tmp_path / "whole").read_bytes().splitlines(keepends=True)
     (tmp_path / "part").write_bytes(b"".join(lines[:7]) + lines[7][:30])
+    (tmp_path / "part.state").write_bytes((tmp_path / "whole.state").read_bytes())
     text = run(regenerate, monkeypatch, capsys, tiny, *words, f"OUT={tmp_path / 'part'}")
     assert "20 rows, 7 there already" in text
     assert answers(tmp_path / "part") == answers(tmp_path / "whole")
