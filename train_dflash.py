@@ -820,9 +820,9 @@ def preflight(run):
     there = len(checkpoints.step_directories(run.out))  # a run to resume has some already
     wanted = size * max(1, KEEP + 2 - there)
     print(f"a checkpoint is {size:.2f} GiB, {KEEP} newest and the best are kept (KEEP), "
-          f"{free:.1f} GiB free at OUT = {run.out}")
-    need(free >= wanted, f"OUT = {run.out}: {free:.1f} GiB free, KEEP = {KEEP}, the best "
-         f"and one being written need {wanted:.1f} more")
+          f"{free:.2f} GiB free at OUT = {run.out}")
+    need(free >= wanted, f"OUT = {run.out}: {free:.2f} GiB free, KEEP = {KEEP}, the best "
+         f"and one being written need {wanted:.2f}")
     if memory < n * 12:
         print(f"WARNING: {memory:.1f} GiB of host memory is free, a save copies {n * 12:.1f} GiB there")
 
@@ -875,7 +875,8 @@ def check_resume(path, info, run):
              f"{name} = {ours[name]!r}, but {path} has {theirs[name]!r}{note}: {way}")
     need(info["horizon"] == run.horizon, f"the schedule's horizon is {run.horizon} steps, but {path} has "
          f"{info['horizon']}: set STEPS={info['horizon']} (STOP_AT ends early without changing it)")
-    need(info["data"] == data, f"DATA = {DATA} has fingerprint {data}, but {path} has {info['data']}: {way}")
+    need(info["data"] == data, f"DATA = {DATA} holds other conversations than {path} was trained on, DATA = "
+         f"{theirs['DATA']} (fingerprints {data} and {info['data']}): {way}")
     changed = checkpoints.differences(run.config, checkpoints.read_config(path))
     need(not changed, f"{path} is another drafter: {'; '.join(changed)}")
     for name in sorted(set(theirs) & set(ours) - {"RESUME", "CKPT", "PROMPT"}):

@@ -184,7 +184,7 @@ def find_checkpoint(out, resume):
     if resume not in ("auto", "no"):
         need(not held or Path(resume).resolve().parent == out.resolve(),
              f"RESUME = {resume}, but OUT = {out} holds another run: choose another OUT, or RESUME=auto")
-        with refusing(f"RESUME = {resume}: not a complete checkpoint of this trainer", ValueError):
+        with refusing(f'RESUME = {resume}: neither "auto" nor "no" nor a complete checkpoint', ValueError):
             return Path(resume), *read_checkpoint(Path(resume))
     for link in (out / "latest", out / "best"):
         need(link.is_symlink() or not link.exists(), f"OUT = {out}: {link} is no symlink (a copy?): move it")

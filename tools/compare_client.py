@@ -52,7 +52,9 @@ def decode(settings):
 
 
 def main(argv):
-    settings = {"N": "100", "OUT": "", **dict(a.split("=", 1) for a in argv)}
+    settings = {"N": "100", "OUT": "", **dict(a.partition("=")[::2] for a in argv)}
+    if set(settings) != {"CKPT", "TARGET", "DATA", "N", "OUT"}:
+        sys.exit(f"error: CKPT=, TARGET=, DATA= are needed, N= and OUT= may be there, got {argv}")
     rows, lengths, done, unequal = decode(settings)
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as f:
         f.write("".join(json.dumps(r) + "\n" for r in rows))
