@@ -1117,15 +1117,6 @@ def evaluate_checkpoint():
     return 0
 
 
-def prompt_ids(tokenizer, text, device):
-    """-> (1, T) token ids of a user's turn, up to where the answer begins."""
-    need(getattr(tokenizer, "chat_template", None),
-         f"TARGET = {TARGET} has no tokenizer with a chat template")
-    return tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt",
-        return_dict=True, **CHAT_TEMPLATE_KWARGS)["input_ids"].to(device)
-
-
 @torch.no_grad()
 def decode_both_ways(model, w, ids, stop):
     """-> plain greedy answer, by transformers' own generate(), speculative answer, tokens produced by each
@@ -1147,7 +1138,8 @@ def generate():
     """`generate CKPT=... PROMPT=...`: one prompt, plain greedy beside speculative. -> exit code."""
     need(PROMPT.strip(), "PROMPT is empty: give the user's words")
     model, tokenizer, w = open_checkpoint()
-    ids, stop = prompt_ids(tokenizer, PROMPT, model.device), target_files.prepare_decoding(model, tokenizer)
+    ids = target_files.prompt_ids(TARGET, tokenizer, PROMPT, model.device, CHAT_TEMPLATE_KWARGS)
+    stop = target_files.prepare_decoding(model, tokenizer)
     plain, answer, produced, seconds = decode_both_ways(model, w, ids, stop)
     plain_rate, rate = (len(x) / s for x, s in zip((plain, answer), seconds))
     equal = f"not compared, TEMPERATURE = {TEMPERATURE}"

@@ -28,7 +28,8 @@ def main(words):
     stop = td.target_files.prepare_decoding(model, tokenizer)
     seconds, tokens, passes, equal, texts = [0.0, 0.0], [0, 0], 0, 0, prompts(td.EVAL_DATA, n)
     for i, text in enumerate([texts[0], *texts]):
-        ids = td.prompt_ids(tokenizer, text, model.device)
+        ids = td.target_files.prompt_ids(
+            td.TARGET, tokenizer, text, model.device, td.CHAT_TEMPLATE_KWARGS)
         plain, answer, produced, took = td.decode_both_ways(model, w, ids, stop)
         if i == 0:
             continue

@@ -255,6 +255,15 @@ def call_tokens(decoder):
     return len(decoder.layers) * 1e-4 * flops / (2 * weights)
 
 
+def prompt_ids(target, tokenizer, text, device, template_kwargs):
+    """-> (1, T) token ids of a user's turn, up to where the answer begins."""
+    need(getattr(tokenizer, "chat_template", None),
+         f"TARGET = {target} has no tokenizer with a chat template")
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt",
+        return_dict=True, **template_kwargs)["input_ids"].to(device)
+
+
 def prepare_decoding(model, tokenizer):
     """Drops the target's own settings, which may carry penalties. -> ids that end an answer."""
     own = model.generation_config
