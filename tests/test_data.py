@@ -435,6 +435,8 @@ def test_tool_calls():
         1: '{"name": "get_weather", "parameters": {"city": "Oslo \\"N\\"", "n": 2}}<|eot_id|>',
         2: "It is 3.<|eot_id|>",
     }
+    with pytest.raises(tc.BadRow, match="the chat template leaves tool calls out"):
+        said(CHATML, messages)
 
 
 def test_channels():

@@ -32,7 +32,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from flex_utils import UserError, refusing
 
-DATA_VERSION = 1       # raise it when a change below changes any token or turn: caches are made anew
+DATA_VERSION = 2       # raise it when a change below changes any token or turn: caches are made anew
 SMALL_FILE = 16 << 20  # bytes; smaller files are known by their content
 PER_PROCESS = 4 << 20  # bytes of input that are worth another process: each takes seconds to start
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "chatgpt": "assistant",
@@ -274,6 +274,9 @@ def supervise(tokenizer, messages, tools, template_kwargs, cut):
     final = render_chat(tokenizer, messages, tools, template_kwargs)
     if OPEN in final or CLOSE in final:
         raise BadRow("mask: the text holds U+FDD0 or U+FDD1, which mark answers here")
+    called = [call["function"]["name"] for m in messages for call in m.get("tool_calls", ())]
+    if not all(name in final for name in called):
+        raise BadRow("the chat template leaves tool calls out")
     try:
         final.encode()
     except UnicodeEncodeError:
