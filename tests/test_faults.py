@@ -347,7 +347,7 @@ def test_size_of_a_checkpoint_and_host_memory_are_said(tmp_path, monkeypatch, ca
     straight(tmp_path / "o", STEPS=1, KEEP=3)
     lines = capfd.readouterr().out.splitlines()
     said, = (x for x in lines if x.startswith("a checkpoint is"))
-    assert re.search(r"is \d+\.\d\d GiB, 3 newest and the best are kept \(KEEP\), \d+\.\d GiB free", said)
+    assert re.search(r"is \d+\.\d\d GiB, 3 newest and the best are kept \(KEEP\), \d+\.\d\d GiB free", said)
     assert any(re.match(r"WARNING: 0\.0 GiB of host memory is free, a save copies", x) for x in lines)
 
 

@@ -336,7 +336,7 @@ def main(words):
     flex_utils.worker_compile_settings(2)
     bench = Bench(rest)
     card = torch.cuda.get_device_name(bench.device) if bench.meter.cuda else "CPU"
-    say(f"{card}, torch {torch.__version__}, commit {td.commit()}; LOSS_CHUNK={td.loss_chunk()} "
+    say(f"{card}, torch {torch.__version__}, commit {td.checkpoints.commit()}; LOSS_CHUNK={td.loss_chunk()} "
         f"COMPILE={td.COMPILE} " + " ".join(f"{n}={globals()[n]}" for n in SETTINGS))
     for name in PARTS:
         began = time.perf_counter()
