@@ -426,7 +426,8 @@ def main(words):
     override(words)
     os.environ["XDG_CACHE_HOME"] = str(common.scratch() / "cache")
     failures, begin = [], time.monotonic()
-    say(f"torch {torch.__version__.split('+')[0]}, {os.cpu_count()} CPU cores, commit {trainer.checkpoints.commit()}")
+    say(f"torch {torch.__version__.split('+')[0]}, {os.cpu_count()} CPU cores, "
+        f"commit {trainer.checkpoints.commit()}")
     say(f"python tools/soak.py {' '.join(words)}")
     say(" ".join(f"{n}={globals()[n]}" for n in SETTINGS if n != "OUT"))
     bases = undisturbed()
