@@ -1117,30 +1117,14 @@ def evaluate_checkpoint():
     return 0
 
 
-@torch.no_grad()
-def decode_both_ways(model, w, ids, stop):
-    """-> plain greedy answer, by transformers' own generate(), speculative answer, tokens produced by each
-    pass, [seconds of either]."""
-    times = [time.perf_counter()]
-    plain = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW_TOKENS,
-        eos_token_id=sorted(stop) or None)[0, ids.shape[1]:].cpu()
-    times.append(time.perf_counter())
-    generator = torch.Generator(model.device).manual_seed(SEED)
-    answer, produced = md.speculative_generate(
-        w.drafter, w.embed, w.head, model, model.get_decoder().layers, ids, MAX_NEW_TOKENS, stop, TEMPERATURE,
-        generator)
-    times.append(time.perf_counter())
-    return plain, answer, produced, np.diff(times)
-
-
 def generate():
     """`generate CKPT=... PROMPT=...`: one prompt, plain greedy beside speculative. -> exit code."""
     need(PROMPT.strip(), "PROMPT is empty: give the user's words")
     model, tokenizer, w = open_checkpoint()
     ids = target_files.prompt_ids(TARGET, tokenizer, PROMPT, model.device, CHAT_TEMPLATE_KWARGS)
     stop = target_files.prepare_decoding(model, tokenizer)
-    plain, answer, produced, seconds = decode_both_ways(model, w, ids, stop)
+    plain, answer, produced, seconds = target_files.decode_both_ways(
+        model, w, ids, stop, MAX_NEW_TOKENS, TEMPERATURE, SEED)
     plain_rate, rate = (len(x) / s for x, s in zip((plain, answer), seconds))
     equal = f"not compared, TEMPERATURE = {TEMPERATURE}"
     if TEMPERATURE == 0:

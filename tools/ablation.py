@@ -7,7 +7,6 @@ RUNS picks from VARIANTS, PARALLEL runs at a time; everything else goes to train
 training: each run is a process with an OUT of its own. The table (Markdown) is the last thing printed.
 """
 import json
-import re
 import subprocess
 import sys
 import time
@@ -15,6 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 TRAINER = Path(__file__).resolve().parents[1] / "train_dflash.py"
+sys.path.insert(0, str(TRAINER.parent))
+import train_dflash as td  # noqa: E402
+
 RUNS, PARALLEL, OUT = "", "6", "out/ablation"
 VARIANTS = {  # name -> what differs from the settings on the command line
     "base": [], "base seed 1": ["SEED=1"],
@@ -37,7 +39,7 @@ def scaled(setting, base):
     name, value = setting.split("=", 1)
     if not value.endswith("x"):
         return setting
-    was = base.get(name) or re.search(rf"^{name}: \w+ = (\S+)", TRAINER.read_text(), re.M)[1]
+    was = base.get(name, str(getattr(td, name)))
     number = float(value[:-1]) * float(was)
     return f"{name}={int(number) if was.isdigit() else number}"
 

@@ -30,7 +30,8 @@ def main(words):
     for i, text in enumerate([texts[0], *texts]):
         ids = td.target_files.prompt_ids(
             td.TARGET, tokenizer, text, model.device, td.CHAT_TEMPLATE_KWARGS)
-        plain, answer, produced, took = td.decode_both_ways(model, w, ids, stop)
+        plain, answer, produced, took = td.target_files.decode_both_ways(
+            model, w, ids, stop, td.MAX_NEW_TOKENS, td.TEMPERATURE, td.SEED)
         if i == 0:
             continue
         for which, ids in enumerate((plain, answer)):

@@ -5,7 +5,7 @@
     check_weights   a missing, misshapen or unknown weight of the language model is an error with its name
     prove           hooks and head against the model's own outputs, labels against its argmax
     call_tokens     what a call costs beside its tokens
-    prepare_decoding, where_they_part    for answers decoded in two ways
+    prompt_ids, prepare_decoding, decode_both_ways, where_they_part    plain greedy beside speculative
     fast_path       says whether linear-attention layers run on the kernels made for them
 
 A target is a hub id, a directory, or random:DIR: the config in DIR, weights made on the device from a seed.
@@ -15,6 +15,7 @@ import inspect
 import json
 import re
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import cached_file
 
 from flex_utils import first_line, need, refusing
-from model_drafter import DrafterConfig, Head
+from model_drafter import DrafterConfig, Head, speculative_generate
 from tools.conversations import render
 from tools.taps import Taps
 
@@ -271,6 +272,23 @@ def prepare_decoding(model, tokenizer):
     model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew for every length of an answer
     return set(eos if isinstance(eos, list) else [eos]) - {None}
+
+
+@torch.no_grad()
+def decode_both_ways(model, w, ids, stop, max_new_tokens, temperature, seed):
+    """-> plain greedy answer, by transformers' own generate(), the answer of w's drafter, tokens produced by
+    each pass, [seconds of either]."""
+    times = [time.perf_counter()]
+    plain = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(stop) or None)[0, ids.shape[1]:].cpu()
+    times.append(time.perf_counter())
+    generator = torch.Generator(model.device).manual_seed(seed)
+    answer, produced = speculative_generate(
+        w.drafter, w.embed, w.head, model, model.get_decoder().layers, ids, max_new_tokens, stop, temperature,
+        generator)
+    times.append(time.perf_counter())
+    return plain, answer, produced, np.diff(times)
 
 
 @torch.no_grad()
