@@ -6,21 +6,15 @@
     attend_dense / attend_flex   attend(q, k, v, mask): what the drafter is given
     compiled()                   torch.compile for one thread: no two may share a code object
     Gate                         new shapes run alone, known ones side by side; first steps one at a time
-    Crew                         worker threads end together: failure, barrier, watchdog
-    refusing / out_of_memory     errors that a user can act on become one line
 
 Shapes: S context tokens in a row, N blocks (one anchor each), K slots in a block, Q = N*K queries,
 KV = S + N*K keys: [context 0..S-1 | block 0 | block 1 | ...]. W: sliding window, None = full attention.
 This module imports nothing of the trainer (under `__main__` that would make a second lock).
 """
-import faulthandler
 import functools
-import os
 import re
-import resource
 import threading
 import time
-import traceback
 import types
 from contextlib import contextmanager
 
@@ -287,136 +281,3 @@ class Gate:
         handler = torch._dynamo.callback.callback_handler
         handler.register_start_callback(on_start)
         return lambda: handler.remove_start_callback(on_start)
-
-
-# ------------------------------------------------------------------------ threads that end together
-
-class UserError(Exception):
-    """A setting or file that can't work: printed as one line, no traceback."""
-
-
-def need(ok, text):
-    if not ok:
-        raise UserError(text)
-
-
-def first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-@contextmanager
-def refusing(text, *kinds):
-    """Exceptions of these kinds become a UserError."""
-    try:
-        yield
-    except kinds as e:
-        if out_of_memory(e):  # some are RuntimeErrors
-            raise
-        raise UserError(f"{text}: {first_line(e)}") from None
-
-
-class Stopped(Exception):
-    """Raised inside a worker that has to end because the run does."""
-
-
-def out_of_memory(error):
-    """One line with the device, its budget and what to lower; None for any other error."""
-    text = (str(error).strip() or "MemoryError").splitlines()[0]
-    on_host = isinstance(error, MemoryError) or "can't allocate memory" in text  # torch raises RuntimeError
-    if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
-        named = re.search(r"GPU (\d+)", text)  # the main thread's current device need not be the full one
-        i = int(named[1]) if named else torch.cuda.current_device()
-        device, total = f"cuda:{i}", torch.cuda.get_device_properties(i).total_memory
-        peak = torch.cuda.max_memory_allocated(i)
-    elif on_host or isinstance(error, torch.OutOfMemoryError):
-        device, total = "host", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
-    else:
-        return None
-    return (f"out of memory on {device}: peak {peak / 2**30:.2f} of {total / 2**30:.2f} GiB. Lower SEQ_LEN, "
-            "NUM_ANCHORS, LOSS_CHUNK or QUEUE_DEPTH, or give this role a device of its own (TARGET_DEVICES, "
-            f"DRAFTER_DEVICES). {text}")
-
-
-def start_thread(name, work, *args, daemon=True):
-    thread = threading.Thread(target=work, args=args, name=name, daemon=daemon)
-    thread.start()
-    return thread
-
-
-SLOW = 8  # times STALL_S: how long loading or saving may take
-
-
-class Crew:
-    """Worker threads that end together: the first failure is the run's, and ends every wait of the others."""
-
-    def __init__(self, n_meeting):
-        self.stop, self.error, self.error_lock = threading.Event(), None, threading.Lock()
-        self.barrier, self.start_barrier = threading.Barrier(n_meeting), threading.Barrier(n_meeting)
-        self.moved, self.slow_work = time.monotonic(), 0
-
-    def tick(self):
-        """Something moved: the watchdog starts counting anew."""
-        self.moved = time.monotonic()
-
-    @contextmanager
-    def slow(self):
-        """Around the loading and saving of large files, which show no sign of life while they go well: the
-        watchdog waits SLOW times as long."""
-        with self.error_lock:
-            self.slow_work += 1
-        try:
-            yield
-        finally:
-            self.tick()
-            with self.error_lock:
-                self.slow_work -= 1
-
-    def check(self):
-        if self.stop.is_set():
-            raise Stopped
-
-    def wait_for(self, attempt, not_yet):
-        """attempt() until it doesn't raise not_yet (queue.Empty, queue.Full), or the run ends."""
-        while True:
-            self.check()
-            try:
-                return attempt()
-            except not_yet:
-                pass
-
-    def meet(self, leads, action):
-        """All meeting threads arrive; the one that leads does `action`; all go on."""
-        self.barrier.wait()
-        if leads:
-            action()
-        self.barrier.wait()
-
-    def guarded(self, work, *args):
-        """A worker's outermost call: whatever it raises becomes the run's failure, with its traceback."""
-        try:
-            work(*args)
-        except (Stopped, threading.BrokenBarrierError):
-            if not self.stop.is_set():
-                self.fail(traceback.format_exc())
-        except UserError as e:
-            self.fail(str(e))
-        except BaseException as e:
-            self.fail(out_of_memory(e) or too_large_for_device(e) or traceback.format_exc())
-
-    def fail(self, text):
-        with self.error_lock:
-            if self.error is None:
-                self.error = f"thread {threading.current_thread().name}: {text}"
-        self.stop.set()
-        self.barrier.abort()
-        self.start_barrier.abort()
-
-    def watchdog(self, stall_s, state):
-        """Nothing moved for stall_s seconds: state() (queue fills, gate's holder), all stacks, and out."""
-        while not self.stop.wait(min(1.0, stall_s / 4)):
-            limit, times = (SLOW * stall_s, f"{SLOW} x ") if self.slow_work else (stall_s, "")
-            if time.monotonic() - self.moved > limit:
-                print(f"STALLED: nothing moved for {limit} s ({times}STALL_S); {state()}", flush=True)
-                faulthandler.dump_traceback(all_threads=True)
-                os._exit(1)

@@ -1,10 +1,9 @@
-"""The DFlash drafter: model, slots, loss, acceptance, speculative decoding.
+"""The DFlash drafter: model, slots, loss, acceptance.
 
     Drafter(config, attend)          target's hidden states + blocks [anchor, mask, ...] -> block hiddens
     slots_of() -> Slots              which slots count, and their labels
     row_loss()                       mask, forward, chunked_ce() and weights of one row
     walk()                           acceptance as a server counts it
-    speculative_generate()           decoding with a live target, lossless
 
 Shapes: S context tokens in a row, N anchors in a row, K slots in a block, D hidden size, L tapped target
 layers, V vocabulary, M slots that count. Batch is 1 everywhere: a row is packed.
@@ -19,9 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flex_utils import dense_mask
-from tools.devices import to_device
-from tools.taps import LiveTarget
 
 # ---------------------------------------------------------------------------------------- the model
 
@@ -180,9 +176,12 @@ class Slots(NamedTuple):
     counted: torch.Tensor    # (N,) slots 1..counted have a label: all supervised and in the anchor's turn
     index: torch.Tensor      # (M,) block*K + slot of the slots that count, padded with 0 to whole chunks
 
+    def to(self, device):
+        return Slots(*(tensor.to(device) for tensor in self))
 
-def slots_of(ids, pos, start, anchors, run_length, n_anchors, block_size, chunk, device):
-    """Host numpy arrays of a row, its sorted anchors -> Slots of fixed N on `device` (DFlash 3.2).
+
+def slots_of(ids, pos, start, anchors, run_length, n_anchors, block_size, chunk):
+    """Host numpy arrays of a row, its sorted anchors -> Slots of fixed N, still on the host.
 
     run_length (S,): supervised tokens that follow in the turn. M is rounded up to whole chunks, at least one.
     """
@@ -195,7 +194,7 @@ def slots_of(ids, pos, start, anchors, run_length, n_anchors, block_size, chunk,
     counts = np.flatnonzero((slot >= 1) & (slot <= blocks[2, :, None]))
     index = np.zeros(max(1, -(-len(counts) // chunk)) * chunk, np.int64)
     index[:len(counts)] = counts
-    return Slots(*(to_device(torch.from_numpy(a), device) for a in (ids, pos, *blocks, index)))
+    return Slots(*(torch.from_numpy(a) for a in (ids, pos, *blocks, index)))
 
 
 def default_gamma(block_size):
@@ -306,7 +305,7 @@ class LossSpec(NamedTuple):
     ce_and_grad: Callable = ce_and_grad  # of "fused"; may be compiled
 
 
-def _masks(c, make_mask, start, anchor, seq_len):
+def layer_masks(c, make_mask, start, anchor, seq_len):
     """One mask per layer type of config c."""
     windows = {kind: c.window(i) for i, kind in enumerate(c.layer_types)}
     return {kind: make_mask(start, anchor, seq_len, c.block_size, w) for kind, w in windows.items()}
@@ -317,7 +316,7 @@ def row_loss(drafter, embed, head, target_hidden, slots, make_mask, spec):
     c = drafter.config
     seq_len, n, k = slots.ids.numel(), slots.anchor.numel(), c.block_size
     slot = torch.arange(k, device=slots.ids.device)
-    masks = _masks(c, make_mask, slots.start, slots.anchor, seq_len)
+    masks = layer_masks(c, make_mask, slots.start, slots.anchor, seq_len)
     inputs = torch.where(slot == 0, slots.ids[slots.anchor][:, None], c.mask_token_id)
     # asking for a gradient nobody reads gives the first layer the graph of the others
     embeds = embed(inputs.view(1, -1)).requires_grad_(torch.is_grad_enabled())
@@ -352,98 +351,3 @@ def walk(matches, n_tokens):
         produced.append(min(1 + int(matches[p]), n_tokens - 1 - p))
         p += produced[-1]
     return produced
-
-
-class DraftCache:
-    """Keys and values of the accepted context, per attention module."""
-
-    def __init__(self):
-        self.kept = {}
-
-    def append(self, module, k, v):
-        if module in self.kept:
-            k, v = (torch.cat(pair, 2) for pair in zip(self.kept[module], (k, v)))
-        self.kept[module] = (k, v)
-        return k, v
-
-
-def draft_block(drafter, embed, head, target_hidden, token, past, cache):
-    """Logits (K-1, V) for the tokens after `token` (1,), which stands at position past + new.
-
-    target_hidden (1, new, L*D): of the tokens just accepted, after the `past` ones that cache holds.
-    """
-    c, device = drafter.config, target_hidden.device
-    total = past + target_hidden.shape[1]
-    inputs = torch.cat([token, token.new_full((c.block_size - 1,), c.mask_token_id)])[None]
-    start, anchor = (torch.tensor([i], device=device) for i in (0, total))
-    hidden = drafter(target_hidden, embed(inputs), torch.arange(past, total, device=device),
-                     torch.arange(total, total + c.block_size, device=device),
-                     _masks(c, dense_mask, start, anchor, total), cache)
-    return head(hidden[0, 1:])
-
-
-def _probabilities(logits, temperature):
-    return torch.softmax(logits.float() / temperature, -1)
-
-
-def accept_greedy(draft, target_logits):
-    """draft (J,), target_logits (J+1, V) -> (number accepted, the target's own next token (1,))."""
-    best = target_logits.argmax(-1)
-    n = int((draft == best[:-1]).int().cumprod(0).sum())
-    return n, best[n:n + 1]
-
-
-def accept_sampled(draft, draft_probs, target_probs, generator):
-    """Rejection sampling (Leviathan et al. 2023): accepted tokens and the next follow target_probs exactly.
-
-    draft (J,), draft_probs (J, V) it was drawn from, target_probs (J+1, V) -> as accept_greedy.
-    """
-    rows = torch.arange(draft.numel(), device=draft.device)
-    ratio = target_probs[rows, draft] / draft_probs[rows, draft]
-    uniform = torch.rand(draft.shape, generator=generator, device=draft.device)
-    n = int((uniform < ratio).int().cumprod(0).sum())
-    residual = target_probs[n]
-    if n < draft.numel():
-        residual = (residual - draft_probs[n]).clamp(min=0)
-    if residual.sum() <= 0:  # p == q up to rounding: any draw from p is right
-        residual = target_probs[n]
-    return n, torch.multinomial(residual, 1, generator=generator)
-
-
-@torch.no_grad()
-def speculative_generate(drafter, embed, head, target, layers, input_ids, max_new_tokens, stop_ids,
-                         temperature=0.0, generator=None):
-    """Decode one prompt, input_ids (1, T) -> answer ids (n,), tokens produced per pass.
-
-    Greedy (temperature 0) gives the target's own greedy answer; else the target's distribution is kept.
-    target: whole causal LM; layers: its decoder layers; drafter, embed, head on the target's device.
-    """
-    live, draft_cache = LiveTarget(target, layers, drafter.config.target_layer_ids), DraftCache()
-
-    def pick(logits):
-        if temperature == 0:
-            return logits.argmax(-1)
-        return torch.multinomial(_probabilities(logits, temperature), 1, generator=generator)[:, 0]
-
-    try:
-        logits, context = live.forward(input_ids)
-        live.keep(input_ids.shape[1])
-        answer, produced, length, past = [int(pick(logits[-1:]))], [], input_ids.shape[1], 0
-        while answer[-1] not in stop_ids and len(answer) < max_new_tokens:
-            token = input_ids.new_tensor(answer[-1:])
-            draft_logits = draft_block(drafter, embed, head, context, token, past, draft_cache)
-            draft, past = pick(draft_logits), length
-            logits, context = live.forward(torch.cat([token, draft])[None])
-            if temperature == 0:
-                n, bonus = accept_greedy(draft, logits)
-            else:
-                n, bonus = accept_sampled(draft, _probabilities(draft_logits, temperature),
-                                          _probabilities(logits, temperature), generator)
-            new = torch.cat([draft[:n], bonus]).tolist()[:max_new_tokens - len(answer)]
-            stop = next((i + 1 for i, t in enumerate(new) if t in stop_ids), len(new))
-            live.keep(stop)
-            answer, length, context = answer + new[:stop], length + stop, context[:, :stop]
-            produced.append(stop)
-        return torch.tensor(answer), produced
-    finally:
-        live.taps.remove()

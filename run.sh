@@ -9,10 +9,10 @@
 #               machine 0 holds OUT; MASTER_PORT, 29500, is open there. ROWS_PER_STEP is each machine's
 #   demo        a small real run: target, training, one held-out prompt decoded; minutes on 2 CPU cores
 #   test        test_smoke.py, then tests/
-#   bench       tools/bench.py
+#   bench       dev/bench.py
 #   inspect [N] what is in DATA, with N conversations shown
 #   eval        tau of CKPT on EVAL_DATA        generate    one PROMPT decoded with CKPT
-#   tools/NAME.py   one of the tools
+#   tools/NAME.py, dev/NAME.py   one of the programs
 #
 # NAME=VALUE overrides a constant of train_dflash.py. Packages go to .venv, made on the first call;
 # PYTHON=/path/to/python bash run.sh ... uses an environment that has them.
@@ -130,9 +130,9 @@ case $mode in   # what is asked for is known before anything is installed
     node)  job=(node) ;;
     demo)  job=(demo) ;;
     test)  job=(tests) ;;
-    bench) job=(run tools/bench.py) ;;
+    bench) job=(run dev/bench.py) ;;
     inspect|eval|generate|devices) job=(run train_dflash.py "$mode") ;;
-    tools/*.py) job=(run "$mode") ;;
+    tools/*.py|dev/*.py) job=(run "$mode") ;;
     *)     die "mode '$mode' is unknown: see bash run.sh help" ;;
 esac
 environment

@@ -20,9 +20,9 @@ import flex_utils  # noqa: E402
 import model_drafter as md  # noqa: E402
 from common import assert_same, eval_lines, log_lines, losses, message_file  # noqa: E402
 from common import random_target, straight, threads  # noqa: E402
-from tools import packing  # noqa: E402
-from tools import target as target_files  # noqa: E402
-from tools.taps import TappedForward  # noqa: E402
+from dflash_trainer import rows as rows_module  # noqa: E402
+from dflash_trainer import target as target_files  # noqa: E402
+from dflash_trainer.features import TappedForward  # noqa: E402
 
 SLIDING, FULL, CPU = "sliding_attention", "full_attention", torch.device("cpu")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -34,9 +34,9 @@ TOKENS, MASK = np.arange(20, 32), 63
 
 
 def example_slots(anchors):
-    length = packing.run_length(TURN, np.zeros(12, np.int32))
+    length = rows_module.run_length(TURN, np.zeros(12, np.int32))
     return md.slots_of(TOKENS, np.arange(12), np.zeros(12, np.int64), np.array(anchors), length, len(anchors),
-                       4, 128, CPU)
+                       4, 128)
 
 
 def what_the_drafter_gets(slots):
@@ -56,7 +56,7 @@ def what_the_drafter_gets(slots):
 
 def test_the_worked_example_of_anchors_slots_and_walk():
     """Twelve tokens, two answers, K 4: valid anchors, inputs, visibility, slots that count, weights, walk."""
-    length = packing.run_length(TURN, np.zeros(12, np.int32))
+    length = rows_module.run_length(TURN, np.zeros(12, np.int32))
     assert np.flatnonzero(length >= 1).tolist() == [3, 4, 8, 9, 10]
     slots = example_slots([3, 4, 8, 9, 10])
     assert slots.counted.tolist() == [2, 1, 3, 2, 1]
@@ -203,11 +203,11 @@ def gpu_case():
         place = slice(used, used + length)
         pos[place], start[place], doc[place], turn[used + 8:used + length] = np.arange(length), used, d, 1
         used += length
-    run = packing.run_length(turn, doc)
+    run = rows_module.run_length(turn, doc)
 
     def slots(seed):
         anchors = np.sort(np.random.default_rng(seed).choice(np.flatnonzero(run >= 1), 40, replace=False))
-        return md.slots_of(ids, pos, start, anchors, run, n, 16, 128, torch.device("cuda"))
+        return md.slots_of(ids, pos, start, anchors, run, n, 16, 128).to("cuda")
     ids = rng.integers(0, 500, s)
     drafter = md.Drafter(config, None)
     drafter.init_weights(1)

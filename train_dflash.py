@@ -4,7 +4,7 @@
     python train_dflash.py NAME=VALUE ...         train with constants overridden
     python train_dflash.py inspect|eval|generate  look at the data, measure a checkpoint, decode a prompt
 
-The data path, in order (names of functions, here and in tools/):
+The data path, in order (names of functions):
 
     JSONL files  --build_conversations-->  token ids + turns, memory-mapped
                  --pack / make_row------>  rows of SEQ_LEN tokens, a pure function of (SEED, epoch, index)
@@ -23,12 +23,9 @@ this with its own share of M*R rows, and `average` adds up over machines too.
 Shapes: S = SEQ_LEN, N = NUM_ANCHORS, K = BLOCK_SIZE, D hidden size, L tapped layers, R = ROWS_PER_STEP.
 
 What it imports:
-    model_drafter.py        the drafter, its loss, acceptance, speculative decoding
-    flex_utils.py           mask, attention, what keeps compilation safe under threads, Crew
-    tools/conversations.py  JSONL files to token ids           tools/packing.py  token ids to rows
-    tools/target.py         the target's config and weights    tools/taps.py     its layers' outputs
-    tools/devices.py        copies and sums over devices and machines
-    tools/checkpoints.py    what is written to disk and read back
+    model_drafter.py        the drafter, its loss, acceptance
+    flex_utils.py           mask, attention, what keeps compilation safe under threads
+    dflash_trainer/         the library: what prevents, reports or stores
 """
 import ast
 import difflib
@@ -60,15 +57,16 @@ from tqdm import tqdm
 
 import flex_utils
 import model_drafter as md
-from flex_utils import UserError, need, refusing, start_thread
-from tools import checkpoints
-from tools import target as target_files
-from tools.conversations import Settings, build_conversations, overlap, resolve_files
-from tools.devices import (
-    Alone, HandOff, Machines, Stopwatch, check_pairs, memory_gib, receive, replica_of, sum_over_replicas,
-    to_device)
-from tools.packing import EvalRows, Row, RowStream, inspect_data, target_calls
-from tools.taps import TappedForward
+from dflash_trainer import checkpoints, decoding, workers
+from dflash_trainer import target as target_files
+from dflash_trainer.devices import (
+    HandOff, Stopwatch, check_pairs, memory_gib, receive, replica_of, sum_over_replicas, to_device)
+from dflash_trainer.errors import UserError, need, out_of_memory, refusing
+from dflash_trainer.features import TappedForward, target_calls
+from dflash_trainer.machines import Alone, Machines
+from dflash_trainer.rows import EvalRows, Row, RowStream, inspect_data
+from dflash_trainer.token_cache import Settings, build_conversations, overlap, resolve_files
+from dflash_trainer.workers import start_thread
 
 # ------------------------------------------------------------------ constants: they ARE the 8-GPU job
 # target and devices
@@ -309,8 +307,9 @@ def target_worker(run, t):
 def make_slots(row, anchors, device):
     """All anchors of a row in groups of NUM_ANCHORS, at the one shape that is compiled."""
     groups = [anchors[i:i + NUM_ANCHORS] for i in range(0, max(1, len(anchors)), NUM_ANCHORS)]
-    return [md.slots_of(row.ids, row.pos, row.doc_start, group, row.run_length, NUM_ANCHORS, BLOCK_SIZE,
-                        loss_chunk(), device) for group in groups]
+    on_host = [md.slots_of(row.ids, row.pos, row.doc_start, group, row.run_length, NUM_ANCHORS, BLOCK_SIZE,
+                           loss_chunk()) for group in groups]
+    return [md.Slots(*(to_device(t, device) for t in slots)) for slots in on_host]
 
 
 def loss_chunk():
@@ -553,7 +552,7 @@ class Plan(NamedTuple):
     rows: range      # this machine's row numbers of the step; empty at the very end
 
 
-class Run(flex_utils.Crew):
+class Run(workers.Crew):
     """What the threads share: the order of work, the queues, what is logged and kept.
 
     build() and what it calls set the rest before any thread exists: train_rows, eval_rows, calls; horizon,
@@ -1121,14 +1120,14 @@ def generate():
     """`generate CKPT=... PROMPT=...`: one prompt, plain greedy beside speculative. -> exit code."""
     need(PROMPT.strip(), "PROMPT is empty: give the user's words")
     model, tokenizer, w = open_checkpoint()
-    ids = target_files.prompt_ids(TARGET, tokenizer, PROMPT, model.device, CHAT_TEMPLATE_KWARGS)
-    stop = target_files.prepare_decoding(model, tokenizer)
-    plain, answer, produced, seconds = target_files.decode_both_ways(
+    ids = decoding.prompt_ids(TARGET, tokenizer, PROMPT, model.device, CHAT_TEMPLATE_KWARGS)
+    stop = decoding.prepare_decoding(model, tokenizer)
+    plain, answer, produced, seconds = decoding.decode_both_ways(
         model, w, ids, stop, MAX_NEW_TOKENS, TEMPERATURE, SEED)
     plain_rate, rate = (len(x) / s for x, s in zip((plain, answer), seconds))
     equal = f"not compared, TEMPERATURE = {TEMPERATURE}"
     if TEMPERATURE == 0:
-        equal = torch.equal(plain, answer) or target_files.where_they_part(model, ids, plain, answer)
+        equal = torch.equal(plain, answer) or decoding.where_they_part(model, ids, plain, answer)
     print(f"prompt: {PROMPT}\nplain greedy ({plain_rate:.1f} tokens/s): {tokenizer.decode(plain)}\n"
           f"speculative ({rate:.1f} tokens/s, {sum(produced) / max(1, len(produced)):.2f} tokens a pass): "
           f"{tokenizer.decode(answer)}\nequal: {equal}")
@@ -1186,7 +1185,7 @@ def main(argv):
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except (RuntimeError, MemoryError) as e:  # torch.OutOfMemoryError is a RuntimeError
-        text = flex_utils.out_of_memory(e)
+        text = out_of_memory(e)
         if text is None:
             raise
         print(f"error: {text}", file=sys.stderr)

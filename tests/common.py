@@ -38,7 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast 
 
 import train_dflash as trainer  # noqa: E402
 from model_drafter import DrafterConfig  # noqa: E402
-from tools import checkpoints  # noqa: E402
+from dflash_trainer import checkpoints  # noqa: E402
 
 transformers.utils.logging.disable_progress_bar()
 

@@ -1,4 +1,4 @@
-"""tools/bench.py: its FLOP count is the published one, and it runs through where there is no GPU."""
+"""dev/bench.py: its FLOP count is the published one, and it runs through where there is no GPU."""
 import re
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-TOOLS = Path(__file__).resolve().parents[1] / "tools"
+TOOLS = Path(__file__).resolve().parents[1] / "dev"
 sys.path.insert(0, str(TOOLS))
 
 
@@ -50,7 +50,7 @@ def test_wrong_settings_are_named(word, error, monkeypatch):
     import bench
     name = word.partition("=")[0]
     monkeypatch.setattr(bench, name, getattr(bench, name))
-    with pytest.raises(bench.flex_utils.UserError, match=error):
+    with pytest.raises(bench.errors.UserError, match=error):
         bench.main([word])
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import train_dflash as td
-from tools import packing
+from dflash_trainer import features
+from dflash_trainer import rows as rows_module
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from tools import conversations as tc
+from dflash_trainer import token_cache as tc
 from transformers import PreTrainedTokenizerFast
 
 CASES = Path(__file__).parent / "data"
@@ -281,8 +282,8 @@ def test_twenty_short_turns_end_tokens_but_not_newlines(monkeypatch):
 def test_one_long_ten_short_share_anchors(monkeypatch):
     monkeypatch.setattr(td, "SEQ_LEN", 8192)
     got = build("one_long_ten_short.jsonl")
-    row = packing.make_row(got, list(range(len(got))), 8192, 0)
-    anchors = packing.draw_anchors(row, 512, np.random.default_rng(0))
+    row = rows_module.make_row(got, list(range(len(got))), 8192, 0)
+    anchors = rows_module.draw_anchors(row, 512, np.random.default_rng(0))
     counts = np.bincount(row.doc[anchors], minlength=len(got))
     quota = 512 * got.supervised / got.supervised.sum()
     assert counts.sum() == 512 and counts.min() >= 1 and (abs(counts - quota) <= 1).all()
@@ -700,7 +701,7 @@ def test_no_line_is_lost_and_none_crashes(tmp_path, lines):
         for c in got:
             assert (
                 len(c.ids) == len(c.turn) <= 512
-                and packing.run_length(c.turn, np.zeros(len(c.turn))).max() >= 1
+                and rows_module.run_length(c.turn, np.zeros(len(c.turn))).max() >= 1
             )
 
 
@@ -840,7 +841,7 @@ def test_a_killed_build_is_not_taken_for_a_whole_one(tmp_path):
     tokenizer().save_pretrained(tmp_path / "tok")
     code = (
         "import sys, time\nsys.path[:0] = [sys.argv[1]]\nimport train_dflash as td\nfrom transformers import AutoTokenizer\n"
-        "from tools import conversations as tc\nreal, n = tc.tokenise_line, [0]\n"
+        "from dflash_trainer import token_cache as tc\nreal, n = tc.tokenise_line, [0]\n"
         "def slow(*a):\n    n[0] += 1\n    if n[0] == 300: print('half', flush=True); time.sleep(60)\n    return real(*a)\n"
         "tc.tokenise_line, td.SEQ_LEN = slow, 512\n"
         "td.read_conversations(sys.argv[2], AutoTokenizer.from_pretrained(sys.argv[3]), 'DATA', 1000)\n"
@@ -896,27 +897,27 @@ def test_pack_is_a_pure_function_and_wastes_little():
         rng.integers(20, 200, 300),
         np.full(100, 4096),
     ):
-        rows = packing.pack(lengths, 0, 0, 4096)
+        rows = rows_module.pack(lengths, 0, 0, 4096)
         assert sorted(i for r in rows for i in r) == list(range(len(lengths)))
         assert max(lengths[r].sum() for r in rows) <= 4096
         assert 1 - lengths.sum() / (len(rows) * 4096) < 0.05
-        assert rows == packing.pack(lengths, 0, 0, 4096)
+        assert rows == rows_module.pack(lengths, 0, 0, 4096)
     many = np.clip(rng.lognormal(6, 1.2, 2000), 2, 4096).astype(int)
-    assert packing.pack(many, 0, 1, 4096) != packing.pack(many, 0, 0, 4096) != packing.pack(many, 1, 0, 4096)
-    assert packing.pack([], 0, 0, 64) == []
+    assert rows_module.pack(many, 0, 1, 4096) != rows_module.pack(many, 0, 0, 4096) != rows_module.pack(many, 1, 0, 4096)
+    assert rows_module.pack([], 0, 0, 64) == []
 
 
 def test_pack_a_million_conversations_in_seconds():
     lengths = np.clip(np.random.default_rng(0).lognormal(6, 1, 1_000_000), 2, 4096).astype(int)
     start = time.perf_counter()
-    packing.pack(lengths, 0, 0, 4096)
+    rows_module.pack(lengths, 0, 0, 4096)
     assert time.perf_counter() - start < 20
 
 
 @given(st.lists(st.integers(1, 512), min_size=1, max_size=60))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_calls_hold_every_conversation_once(lengths):
-    calls = packing.target_calls(lengths, max(lengths), 512, 10)
+    calls = features.target_calls(lengths, max(lengths), 512, 10)
     assert len(calls.shapes) <= 6 and max(lengths) <= calls.shapes[-1][1] <= 512
     assert all(b == 1 or b * n <= 1024 for b, n in calls.shapes) and all(n % 8 == 0 for _, n in calls.shapes)
     plan = calls.plan(lengths)
@@ -934,8 +935,8 @@ def test_calls_hold_every_conversation_once(lengths):
     (np.full(1, 77), 4096, 474, 1.1), (np.full(500, 13), 13, 40, 1.3)])
 def test_the_padding_of_odd_data(lengths, seq_len, call_tokens, most):
     """Tokens computed over tokens. The fourth: rows of the rare longest must not run one by one."""
-    calls = packing.target_calls(lengths, int(lengths.max()), seq_len, call_tokens)
-    rows = [lengths[row].tolist() for row in packing.pack(lengths, 1, 0, seq_len)[:400]]
+    calls = features.target_calls(lengths, int(lengths.max()), seq_len, call_tokens)
+    rows = [lengths[row].tolist() for row in rows_module.pack(lengths, 1, 0, seq_len)[:400]]
     plans = [calls.plan(row) for row in rows]
     computed = sum(batch * n for plan in plans for batch, n, _ in plan)
     assert computed / sum(map(sum, rows)) < most
@@ -945,9 +946,9 @@ def test_the_padding_of_odd_data(lengths, seq_len, call_tokens, most):
 
 def test_longer_held_out_conversations_change_the_last_shape_alone():
     lengths = np.random.default_rng(0).integers(20, 500, 3000)
-    one, two = (packing.target_calls(lengths, longest, 4096, 474).shapes for longest in (int(lengths.max()), 4000))
+    one, two = (features.target_calls(lengths, longest, 4096, 474).shapes for longest in (int(lengths.max()), 4000))
     assert two[-1][1] == 4000 and max(n for _, n in one) == 504 == max(n for _, n in two[:-1])
-    assert packing.target_calls(lengths, 300, 4096, 474).plan([int(lengths.max())])
+    assert features.target_calls(lengths, 300, 4096, 474).plan([int(lengths.max())])
 
 
 SHAPES = (1, 64), (2, 64), (4, 32), (3, 16), (1, 16)
@@ -965,7 +966,7 @@ def test_the_plan_costs_least(call_tokens):
     for seed in range(5):
         lengths = np.random.default_rng(seed).integers(1, 65, 7).tolist()
         want = cheapest(sorted(lengths, reverse=True), call_tokens, SHAPES)
-        plan = packing.Calls(SHAPES, call_tokens).plan(lengths)
+        plan = features.Calls(SHAPES, call_tokens).plan(lengths)
         assert sum(call_tokens + batch * length for batch, length, _ in plan) == want
 
 
@@ -974,7 +975,7 @@ def test_what_the_choice_of_shapes_goes_by(call_tokens):
     rows = [sorted(np.random.default_rng(seed).integers(1, 65, n).tolist(), reverse=True)
             for seed, n in enumerate((7, 4, 6))]
     table = np.array([row + [0] * (7 - len(row)) for row in rows])
-    got = packing.row_costs(table, SHAPES[:2], SHAPES[2:], call_tokens)
+    got = features.row_costs(table, SHAPES[:2], SHAPES[2:], call_tokens)
     assert got.tolist() == [sum(cheapest(row, call_tokens, (*SHAPES[:2], c)) for row in rows) for c in SHAPES[2:]]
 
 
@@ -983,8 +984,8 @@ def test_dear_calls_make_few_of_them(call_tokens, most_calls, most_padding):
     """Cheap calls: little padding. Dear ones (a small target on a GPU): a row in one call, now and then two."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(20, 500, 3000)
-    calls = packing.target_calls(lengths, 500, 16384, call_tokens)
-    plans = [calls.plan(lengths[row].tolist()) for row in packing.pack(lengths, 1, 0, 16384)]
+    calls = features.target_calls(lengths, 500, 16384, call_tokens)
+    plans = [calls.plan(lengths[row].tolist()) for row in rows_module.pack(lengths, 1, 0, 16384)]
     computed = sum(batch * length for plan in plans for batch, length, _ in plan)
     assert np.mean([len(plan) for plan in plans]) < most_calls
     assert computed / lengths.sum() < 1 + most_padding
@@ -1002,15 +1003,15 @@ def conversation(turn, first=0):
 
 def test_worked_example():
     turn = [0, 0, 0, 1, 1, 1, 0, 0, 2, 2, 2, 2]
-    row = packing.make_row(Given([conversation(turn)]), [0], 16, 7)
-    length = packing.run_length(row.turn, row.doc)
+    row = rows_module.make_row(Given([conversation(turn)]), [0], 16, 7)
+    length = rows_module.run_length(row.turn, row.doc)
     assert length.tolist() == [0, 0, 0, 2, 1, 0, 0, 0, 3, 2, 1, 0, 0, 0, 0, 0]
-    assert packing.draw_anchors(row, 16, np.random.default_rng(0)).tolist() == [3, 4, 8, 9, 10]
+    assert rows_module.draw_anchors(row, 16, np.random.default_rng(0)).tolist() == [3, 4, 8, 9, 10]
     assert row.index == 7 and row.lengths == [12] and row.sources == ["s0"]
 
 
 def test_row():
-    row = packing.make_row(
+    row = rows_module.make_row(
         Given([conversation([0, 1, 1]), conversation([1, 1], 50), conversation([0, 0, 1, 1], 90)]),
         [2, 1, 0],
         12,
@@ -1034,7 +1035,7 @@ def test_row():
         0,
     ]  # turns meet at 3 | 4: conversations part them
     assert row.doc_start.tolist()[:9] == [0, 0, 0, 0, 4, 4, 6, 6, 6]
-    assert packing.run_length(row.turn, row.doc).tolist() == [0, 0, 1, 0, 1, 0, 0, 1, 0, 0, 0, 0]
+    assert rows_module.run_length(row.turn, row.doc).tolist() == [0, 0, 1, 0, 1, 0, 0, 1, 0, 0, 0, 0]
     assert [a.dtype for a in row[:5]] == [np.int64, np.int64, np.int32, np.int32, np.int64]
 
 
@@ -1048,7 +1049,7 @@ def test_run_length_against_a_loop(pairs):
         while turn[p] and p + n + 1 < len(turn) and turn[p + n + 1] == turn[p] and doc[p + n + 1] == doc[p]:
             n += 1
         want.append(n)
-    assert packing.run_length(turn, doc).tolist() == want
+    assert rows_module.run_length(turn, doc).tolist() == want
 
 
 @pytest.mark.parametrize(
@@ -1069,26 +1070,26 @@ def test_run_length_against_a_loop(pairs):
     ],
 )
 def test_shares_by_hand(n, weights, room, want):
-    assert packing.share_out(n, weights, room).tolist() == want
+    assert rows_module.share_out(n, weights, room).tolist() == want
 
 
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=12), st.integers(1, 60), st.integers(0, 9))
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_anchors(lengths, n, seed):
-    row = packing.make_row(Given([conversation([1] * k) for k in lengths]), list(range(len(lengths))), 512, 0)
-    anchors = packing.draw_anchors(row, n, np.random.default_rng(seed))
-    valid = np.flatnonzero(packing.run_length(row.turn, row.doc) >= 1)
+    row = rows_module.make_row(Given([conversation([1] * k) for k in lengths]), list(range(len(lengths))), 512, 0)
+    anchors = rows_module.draw_anchors(row, n, np.random.default_rng(seed))
+    valid = np.flatnonzero(rows_module.run_length(row.turn, row.doc) >= 1)
     assert (
         len(anchors) == min(n, len(valid)) and (np.diff(anchors) > 0).all() and np.isin(anchors, valid).all()
     )
-    assert (anchors == packing.draw_anchors(row, n, np.random.default_rng(seed))).all()
+    assert (anchors == rows_module.draw_anchors(row, n, np.random.default_rng(seed))).all()
     if n >= len(lengths):
         assert len(np.unique(row.doc[anchors])) == len(lengths)
 
 
 def test_inspect(capsys, monkeypatch):
     got = build("thin_rows.jsonl")
-    packing.inspect_data(got, tokenizer(), 512, 2)
+    rows_module.inspect_data(got, tokenizer(), 512, 2)
     shown = capsys.readouterr().out
     assert (
         "13 lines: 7 conversations, 6 malformed" in shown

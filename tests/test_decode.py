@@ -13,18 +13,11 @@ from torch import nn
 
 from common import tiny_config
 from flex_utils import attend_dense, dense_mask
-from model_drafter import (
-    Drafter,
-    Head,
-    LossSpec,
-    row_loss,
-    slots_of,
-    speculative_generate,
-    walk,
-)
-from tools import checkpoints
-from tools import target as target_files
-from tools.taps import Taps
+from model_drafter import (Drafter, Head, LossSpec, row_loss, slots_of, walk)
+from dflash_trainer.decoding import (speculative_generate)
+from dflash_trainer import checkpoints
+from dflash_trainer import decoding
+from dflash_trainer.features import Taps
 
 VOCAB, HIDDEN, K = 61, 32, 4
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -278,7 +271,6 @@ def row_of(target, prompt, answer):
         s - 1 - first,
         K,
         K,
-        torch.device("cpu"),
     )
     return hidden, slots
 
@@ -373,6 +365,6 @@ def test_answers_that_differ_are_told_with_the_targets_own_margin():
     logits = target(torch.cat([prompt, plain[None, :5]], 1)).logits[0, -1]
     margin = (logits[plain[5]] - logits[other[5]]).item()
     assert margin > 0
-    told = target_files.where_they_part(target, prompt, plain, other)
+    told = decoding.where_they_part(target, prompt, plain, other)
     assert told.startswith("False, from token 5 on") and f" {margin:.3g} apart, in torch.float32" in told
-    assert "one ends at token 3" in target_files.where_they_part(target, prompt, plain, plain[:3])
+    assert "one ends at token 3" in decoding.where_they_part(target, prompt, plain, plain[:3])

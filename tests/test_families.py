@@ -3,17 +3,17 @@ without loss. What differs is real: q/k norms, scaled embeddings, tied heads, ex
 import json
 from contextlib import nullcontext
 
+from dflash_trainer import decoding  # noqa: E402
 import common
 import pytest
 import torch
 import transformers
 from common import EOS, MASK, PAD, VOCAB
 
-import model_drafter as md
 import train_dflash as td
-from tools import checkpoints
-from tools import target as target_files
-from tools.taps import TappedForward
+from dflash_trainer import checkpoints
+from dflash_trainer import target as target_files
+from dflash_trainer.features import TappedForward
 
 SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
              num_key_value_heads=2, head_dim=8, max_position_embeddings=512, eos_token_id=EOS, pad_token_id=PAD)
@@ -70,7 +70,7 @@ def assert_lossless(target, config, weights):
     prompt = torch.arange(10, 22)[None]
     plain = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=24,
                            eos_token_id=EOS)
-    answer, produced = md.speculative_generate(w.drafter, w.embed, w.head, model, model.get_decoder().layers,
+    answer, produced = decoding.speculative_generate(w.drafter, w.embed, w.head, model, model.get_decoder().layers,
                                                prompt, 24, {EOS})
     assert answer.tolist() == plain[0, 12:].tolist()
     assert sum(produced) == len(answer) - 1

@@ -19,10 +19,10 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 
+from dflash_trainer import errors  # noqa: E402
 import common
-import flex_utils
 import train_dflash as trainer
-from tools import checkpoints
+from dflash_trainer import checkpoints
 from common import (EOS, VOCAB, assert_same, complete, data_file, eval_lines, fail_at, log_lines, metrics,
                     metrics_text, no_leftovers, plus_one_target, random_target, scratch, start, straight,
                     threads, train, until, untimed)
@@ -99,9 +99,9 @@ def test_out_of_memory_names_the_gpu_that_is_full(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda i: (90 + i) * 2**30)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     named = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 5 has a total capacity of")
-    assert "out of memory on cuda:5: peak 95.00 of 96.00 GiB" in flex_utils.out_of_memory(named)
-    assert "cuda:3: peak 93.00 of" in flex_utils.out_of_memory(torch.OutOfMemoryError("CUDA is full"))
-    assert flex_utils.out_of_memory(RuntimeError("shapes differ")) is None
+    assert "out of memory on cuda:5: peak 95.00 of 96.00 GiB" in errors.out_of_memory(named)
+    assert "cuda:3: peak 93.00 of" in errors.out_of_memory(torch.OutOfMemoryError("CUDA is full"))
+    assert errors.out_of_memory(RuntimeError("shapes differ")) is None
 
 
 # ---------------------------------------------------------------------------------------- wrong settings
@@ -200,11 +200,11 @@ def test_generate_needs_a_tokenizer_with_a_template(tmp_path, capfd, undisturbed
     one_line(capfd, f"TARGET = {target}", "no tokenizer with a chat template")
 
 
-@pytest.mark.parametrize("tool", ["ablation.py", "plot_metrics.py", "random_target.py", "regenerate.py"])
+@pytest.mark.parametrize("tool", ["dev/ablation.py", "tools/plot_metrics.py", "tools/random_target.py", "tools/regenerate.py"])
 def test_a_tool_shows_what_it_is_for(tool, tmp_path):
-    done = subprocess.run([sys.executable, str(common.ROOT / "tools" / tool), "--help"], text=True, cwd=tmp_path,
+    done = subprocess.run([sys.executable, str(common.ROOT / tool), "--help"], text=True, cwd=tmp_path,
                           capture_output=True)
-    assert done.returncode == 0 and f"tools/{tool} " in done.stdout, done
+    assert done.returncode == 0 and f"{tool} " in done.stdout, done
     assert not list(tmp_path.iterdir())
 
 

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from dflash_trainer import workers  # noqa: E402
 import flex_utils
 from flex_utils import Gate, attend_flex, block_mask, worker_compile_settings
-from tools import devices
-from tools.devices import Alone, check_pairs, sum_over_replicas, transfer
+from dflash_trainer import devices
+from dflash_trainer.devices import check_pairs, sum_over_replicas, transfer
+from dflash_trainer.machines import Alone
 
 PATIENCE = 15  # seconds after which a thread counts as hung
 
@@ -554,13 +556,13 @@ def test_gradients_of_drafters_without_nccl_go_by_transfer_both_ways(monkeypatch
 
 
 def test_the_watchdog_waits_longer_for_loading_and_saving(monkeypatch, capfd):
-    crew, ends = flex_utils.Crew(1), []
+    crew, ends = workers.Crew(1), []
 
     def end(code):
         ends.append((code, time.monotonic()))
         crew.stop.set()
     monkeypatch.setattr(flex_utils.os, "_exit", end)
-    watchdog = flex_utils.start_thread("watchdog", crew.watchdog, 0.5, lambda: "state")
+    watchdog = workers.start_thread("watchdog", crew.watchdog, 0.5, lambda: "state")
     with crew.slow():
         time.sleep(2)
         assert not ends

@@ -13,11 +13,12 @@ from safetensors import safe_open
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dflash_trainer import decoding  # noqa: E402
 import model_drafter as md
 from common import tiny_config as config
 from flex_utils import attend_dense, dense_mask
 from model_drafter import Drafter, Head, LossSpec, chunked_ce, row_loss, slots_of, walk
-from tools import checkpoints
+from dflash_trainer import checkpoints
 
 CPU = torch.device("cpu")
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -56,7 +57,7 @@ def make_slots(lengths, turns, anchors, n_anchors=None, k=4, chunk=4, seed=0):
     ids, pos, start = (np.array(x, dtype=np.int64) for x in row_of(lengths, seed=seed))
     anchors = np.array(anchors, dtype=np.int64)
     return slots_of(
-        ids, pos, start, anchors, run_lengths(turns, len(ids)), n_anchors or len(anchors), k, chunk, CPU
+        ids, pos, start, anchors, run_lengths(turns, len(ids)), n_anchors or len(anchors), k, chunk
     )
 
 
@@ -590,7 +591,7 @@ def test_accept_greedy_by_hand():
         ((1, 2, 3), (0, 2, 3, 4), (0, 0)),
         ((), (7,), (0, 7)),
     ]:
-        n, token = md.accept_greedy(torch.tensor(draft, dtype=torch.int64), logits(*best))
+        n, token = decoding.accept_greedy(torch.tensor(draft, dtype=torch.int64), logits(*best))
         assert (n, token.tolist()) == (want[0], [want[1]])
 
 
@@ -608,16 +609,16 @@ def always(draft, draft_probs, target_probs, generator):
 
 
 def no_residual(draft, draft_probs, target_probs, generator):
-    n, _ = md.accept_sampled(draft, draft_probs, target_probs, generator)
+    n, _ = decoding.accept_sampled(draft, draft_probs, target_probs, generator)
     return n, torch.multinomial(target_probs[n], 1, generator=generator)
 
 
 def inverted(draft, draft_probs, target_probs, generator):
-    return md.accept_sampled(draft, target_probs[:2], torch.cat([draft_probs, target_probs[2:]]), generator)
+    return decoding.accept_sampled(draft, target_probs[:2], torch.cat([draft_probs, target_probs[2:]]), generator)
 
 
 def last_row_residual(draft, draft_probs, target_probs, generator):
-    n, token = md.accept_sampled(draft, draft_probs, target_probs, generator)
+    n, token = decoding.accept_sampled(draft, draft_probs, target_probs, generator)
     wrong = (target_probs[2] - draft_probs[1]).clamp(min=0)
     return n, token if n < 2 else torch.multinomial(wrong, 1, generator=generator)
 
@@ -637,7 +638,7 @@ def chi_squares(accept, runs=6000):
 
 
 def test_accept_sampled_keeps_the_targets_distribution():
-    assert max(chi_squares(md.accept_sampled)) < CRITICAL
+    assert max(chi_squares(decoding.accept_sampled)) < CRITICAL
 
 
 @pytest.mark.parametrize("wrong", [always, no_residual, inverted, last_row_residual])
@@ -648,7 +649,7 @@ def test_the_chi_square_finds_wrong_rules(wrong):
 def test_accept_sampled_accepts_all_of_an_equal_drafter():
     generator, p = torch.Generator().manual_seed(0), TARGET[:2]
     for draft in torch.multinomial(p, 200, replacement=True, generator=generator).T:
-        n, token = md.accept_sampled(draft, p, TARGET, generator)
+        n, token = decoding.accept_sampled(draft, p, TARGET, generator)
         assert n == 2 and 0 <= int(token) < 5
 
 

@@ -1,4 +1,4 @@
-"""tools/compile_race.py on the CPU: the gate survives a new length, doing nothing does not (torch 2.11, 2.12)."""
+"""dev/compile_race.py on the CPU: the gate survives a new length, doing nothing does not (torch 2.11, 2.12)."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dev"))
 import compile_race  # noqa: E402
 
 

@@ -1,10 +1,10 @@
-"""tools/soak.py: a few kills; what it compares does find a difference."""
+"""tests/soak.py: a few kills; what it compares does find a difference."""
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import common  # noqa: E402
 import soak  # noqa: E402
 

@@ -12,10 +12,10 @@ from test_families import SHAPE, qwen3_5
 
 import flex_utils
 import train_dflash as td
-from flex_utils import UserError
+from dflash_trainer.errors import (UserError)
 from tools import random_target
-from tools import target as target_files
-from tools.devices import replica_of
+from dflash_trainer import target as target_files
+from dflash_trainer.devices import replica_of
 
 UP = "model.language_model.layers.1.mlp.up_proj.weight"
 CPU = torch.device("cpu")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from dflash_trainer import decoding  # noqa: E402
 import common
 import model_drafter as md
 import train_dflash as trainer
@@ -19,7 +20,8 @@ from common import (EOS, FIELDS, FIRST_WORD, MASK, assert_same, data_file, dawdl
                     log_lines, losses, metrics, plus_one_target, poison, published, random_target, scratch,
                     start, straight, threads, train, untimed, weights)
 from flex_utils import attend_dense
-from tools import checkpoints, devices, packing
+from dflash_trainer import checkpoints, devices, features
+from dflash_trainer import rows as rows_module
 
 EVALUATED = dict(ROWS_PER_STEP=3, STEPS=6, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=9)
 
@@ -47,12 +49,12 @@ def test_any_number_of_threads_gives_the_same_run(one_and_one, tmp_path, targets
 def test_a_new_target_shape_at_step_300(tmp_path, monkeypatch):
     """The one long conversation comes late: its shape runs alone, beside threads that are long warm."""
     lengths, seen = [34] * 639 + [60], []  # one a row
-    seed = next(s for s in range(99) if 600 < packing.pack(lengths, s, 0, 64).index([639]) < 630)
+    seed = next(s for s in range(99) if 600 < rows_module.pack(lengths, s, 0, 64).index([639]) < 630)
     data = common.write_lines(tmp_path / "data.jsonl", (
         {"input_ids": [FIRST_WORD + j % 40 for j in range(n)], "loss_mask": [0] * 4 + [1] * (n - 4)}
         for n in lengths))
 
-    class Calls(packing.Calls):
+    class Calls(features.Calls):
         def plan(self, *args):
             plan = super().plan(*args)
             seen.append(plan[0][1])
@@ -254,7 +256,7 @@ def test_the_live_target_accepts_what_was_learnt(learnt):
     drafter = md.Drafter(config, attend_dense)
     drafter.load_state_dict(state)
     prompt = torch.arange(FIRST_WORD, FIRST_WORD + 8)[None]
-    answer, produced = md.speculative_generate(drafter, model.get_input_embeddings(), md.Head(model.lm_head), model,
+    answer, produced = decoding.speculative_generate(drafter, model.get_input_embeddings(), md.Head(model.lm_head), model,
                                                model.model.layers, prompt, 33, {common.VOCAB})
     assert answer.tolist() == list(range(FIRST_WORD + 8, FIRST_WORD + 41))
     assert sum(produced) / len(produced) > 0.95 * 4

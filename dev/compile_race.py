@@ -1,6 +1,6 @@
 """Which ways of compiling flex_attention in several threads survive? Prints the README's table.
 
-    python tools/compile_race.py [NAME=VALUE ...]      e.g. DEVICES=cuda:0,cuda:1 TARGETS=4 FIXES=none,gate
+    python dev/compile_race.py [NAME=VALUE ...]      e.g. DEVICES=cuda:0,cuda:1 TARGETS=4 FIXES=none,gate
 
 main()               every (fix, with or without a new row length later, seed)
   one_run()          a fresh process with empty compile caches: a warm cache hides the race
@@ -199,7 +199,7 @@ class DrafterWorker(Worker):
         hidden = torch.randn(1, length, len(c.target_layer_ids) * c.hidden_size, generator=self.generator)
         return hidden.to(self.device, self.dtype), slots_of(
             ids, at % half, at // half * half, anchors, half - 1 - at % half, NUM_ANCHORS, c.block_size,
-            self.spec.chunk, self.device)
+            self.spec.chunk).to(self.device)
 
     def step(self, n):
         race, first = self.race, n == 0

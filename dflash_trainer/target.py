@@ -5,7 +5,6 @@
     check_weights   a missing, misshapen or unknown weight of the language model is an error with its name
     prove           hooks and head against the model's own outputs, labels against its argmax
     call_tokens     what a call costs beside its tokens
-    prompt_ids, prepare_decoding, decode_both_ways, where_they_part    plain greedy beside speculative
     fast_path       says whether linear-attention layers run on the kernels made for them
 
 A target is a hub id, a directory, or random:DIR: the config in DIR, weights made on the device from a seed.
@@ -15,7 +14,6 @@ import inspect
 import json
 import re
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -23,13 +21,13 @@ import numpy as np
 import safetensors
 import torch
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file
 
-from flex_utils import first_line, need, refusing
-from model_drafter import DrafterConfig, Head, speculative_generate
-from tools.conversations import render
-from tools.taps import Taps
+from dflash_trainer.errors import first_line, need, refusing
+from dflash_trainer.features import Taps
+from dflash_trainer.token_cache import render
+from model_drafter import DrafterConfig, Head
 
 # parts of a checkpoint that are not the language model: vision and audio towers, layers for drafting
 OTHER_PART = re.compile(r"(^|\.)(visual|(?:embed_)?(?:vision|audio)\w*|multi_modal_projector|mtp)\.")
@@ -254,50 +252,3 @@ def call_tokens(decoder):
     weights = sum(p.numel() for p in decoder.layers.parameters())
     flops = 1e14 if next(decoder.parameters()).is_cuda else 1e11
     return len(decoder.layers) * 1e-4 * flops / (2 * weights)
-
-
-def prompt_ids(target, tokenizer, text, device, template_kwargs):
-    """-> (1, T) token ids of a user's turn, up to where the answer begins."""
-    need(getattr(tokenizer, "chat_template", None),
-         f"TARGET = {target} has no tokenizer with a chat template")
-    return tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt",
-        return_dict=True, **template_kwargs)["input_ids"].to(device)
-
-
-def prepare_decoding(model, tokenizer):
-    """Drops the target's own settings, which may carry penalties. -> ids that end an answer."""
-    own = model.generation_config
-    eos = tokenizer.eos_token_id if own.eos_token_id is None else own.eos_token_id
-    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew for every length of an answer
-    return set(eos if isinstance(eos, list) else [eos]) - {None}
-
-
-@torch.no_grad()
-def decode_both_ways(model, w, ids, stop, max_new_tokens, temperature, seed):
-    """-> plain greedy answer, by transformers' own generate(), the answer of w's drafter, tokens produced by
-    each pass, [seconds of either]."""
-    times = [time.perf_counter()]
-    plain = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens,
-        eos_token_id=sorted(stop) or None)[0, ids.shape[1]:].cpu()
-    times.append(time.perf_counter())
-    generator = torch.Generator(model.device).manual_seed(seed)
-    answer, produced = speculative_generate(
-        w.drafter, w.embed, w.head, model, model.get_decoder().layers, ids, max_new_tokens, stop, temperature,
-        generator)
-    times.append(time.perf_counter())
-    return plain, answer, produced, np.diff(times)
-
-
-@torch.no_grad()
-def where_they_part(model, ids, plain, answer):
-    """Two greedy answers that differ: blocks and single tokens run other kernels, which round differently."""
-    n = next((i for i, (a, b) in enumerate(zip(plain, answer)) if a != b), min(len(plain), len(answer)))
-    if n == min(len(plain), len(answer)):
-        return f"False: one ends at token {n}, the other goes on"
-    logits = model(torch.cat([ids, plain[None, :n].to(ids.device)], 1)).logits[0, -1].float()
-    apart = abs(logits[plain[n]] - logits[answer[n]]).item()
-    return (f"False, from token {n} on: there the target's logits of the two tokens are {apart:.3g} apart, "
-            f"in {model.dtype}")

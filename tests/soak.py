@@ -1,6 +1,6 @@
 """Is anything ever lost? Trains a tiny job again and again, hurts it, and compares with undisturbed runs.
 
-    nice python tools/soak.py [NAME=VALUE ...]      settings below; on two cores minutes for each part
+    nice python tests/soak.py [NAME=VALUE ...]      settings below; on two cores minutes for each part
 
 main()          the parts of PARTS, then a table; the exit status is 1 iff anything was lost
   kills()       jobs killed with -9 at random instants (while starting, stepping, saving), started again until
@@ -36,7 +36,7 @@ import torch  # noqa: E402
 
 import common  # noqa: E402
 import train_dflash as trainer  # noqa: E402
-from tools import checkpoints  # noqa: E402
+from dflash_trainer import checkpoints  # noqa: E402
 
 PARTS: list[str] = ["kills", "faults", "memory"]
 KILLS: int = 200           # kill -9
@@ -428,7 +428,7 @@ def main(words):
     failures, begin = [], time.monotonic()
     say(f"torch {torch.__version__.split('+')[0]}, {os.cpu_count()} CPU cores, "
         f"commit {trainer.checkpoints.commit()}")
-    say(f"python tools/soak.py {' '.join(words)}")
+    say(f"python tests/soak.py {' '.join(words)}")
     say(" ".join(f"{n}={globals()[n]}" for n in SETTINGS if n != "OUT"))
     bases = undisturbed()
     for part in PARTS:

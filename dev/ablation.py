@@ -1,6 +1,6 @@
 """One factor at a time: the same data and steps, several runs side by side, one table.
 
-    python tools/ablation.py TARGET=<dir> DATA=... EVAL_DATA=... STEPS=500 [NAME=VALUE ...]
+    python dev/ablation.py TARGET=<dir> DATA=... EVAL_DATA=... STEPS=500 [NAME=VALUE ...]
                              [RUNS=base,decay] [PARALLEL=6]
 
 RUNS picks from VARIANTS, PARALLEL runs at a time; everything else goes to train_dflash.py, which does the

@@ -1,8 +1,8 @@
 """How fast is the drafter's step, what does it hold in memory, and how near is it to the card's limit?
 
-    python tools/bench.py [NAME=VALUE ...]          settings below, or constants of train_dflash.py
-    python tools/bench.py SHAPE=tiny                runs through on a CPU in seconds
-    python tools/bench.py PARTS=ceiling,steps VARIANTS=fused PROFILE=True
+    python dev/bench.py [NAME=VALUE ...]          settings below, or constants of train_dflash.py
+    python dev/bench.py SHAPE=tiny                runs through on a CPU in seconds
+    python dev/bench.py PARTS=ceiling,steps VARIANTS=fused PROFILE=True
 
 main()             every part of PARTS in its own try: one that fails prints a line and the rest goes on
   ceiling()        a square matmul on random data, before and after all the rest
@@ -34,10 +34,11 @@ import torch
 from bench_rig import (  # puts the trainer on the path
     SHAPES, Meter, Rig, Steps, free, loop_ms, specforge_steps, table)
 
+from dflash_trainer import errors  # noqa: E402
 import flex_utils
 import model_drafter as md
 import train_dflash as td
-from tools.devices import HandOff, check_pairs
+from dflash_trainer.devices import HandOff, check_pairs
 
 SHAPE: str = "qwen3.6-27b"         # a key of bench_rig.SHAPES
 PARTS: list[str] = ["ceiling", "loss_alone", "small_parts", "steps", "specforge", "two_drafters", "loop"]
@@ -327,11 +328,11 @@ def main(words):
         try:
             globals()[name] = td.convert(text, SETTINGS[name])
         except (ValueError, SyntaxError):
-            raise flex_utils.UserError(f"{word}: expected {SETTINGS[name]}") from None
+            raise errors.UserError(f"{word}: expected {SETTINGS[name]}") from None
     choices = ("SHAPE", [SHAPE], SHAPES), ("VARIANTS", VARIANTS, KINDS), ("PARTS", PARTS, parts)
     for name, chosen, legal in choices:
         if not set(chosen) <= set(legal):
-            raise flex_utils.UserError(f"{name} = {','.join(chosen)}; there are {', '.join(legal)}")
+            raise errors.UserError(f"{name} = {','.join(chosen)}; there are {', '.join(legal)}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp())  # an empty one: first steps are cold
     flex_utils.worker_compile_settings(2)
     bench = Bench(rest)
@@ -352,5 +353,5 @@ if __name__ == "__main__":
         sys.exit(print(__doc__))
     try:
         main(sys.argv[1:])
-    except flex_utils.UserError as e:
+    except errors.UserError as e:
         sys.exit(f"bench: {e}")

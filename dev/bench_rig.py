@@ -1,4 +1,4 @@
-"""What tools/bench.py measures with, and the trainer's own step on random rows.
+"""What dev/bench.py measures with, and the trainer's own step on random rows.
 
     Meter       times, peaks, host waits and kernels of work(i) on a device
     Rig         a named drafter shape: frozen embedding and head, td.Item, td.Replica, all random
@@ -26,8 +26,8 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import model_drafter as md  # noqa: E402
 import train_dflash as td  # noqa: E402
-from tools import checkpoints  # noqa: E402
-from tools.devices import replica_of  # noqa: E402
+from dflash_trainer import checkpoints  # noqa: E402
+from dflash_trainer.devices import replica_of  # noqa: E402
 
 CONVERSATIONS = (0.3, 0.22, 0.18, 0.14, 0.1, 0.06)  # shares of a packed row
 PROMPT = 0.1                                        # share of a conversation that is not supervised
@@ -158,7 +158,7 @@ def make_item(c, device, seed, one):
     valid = np.flatnonzero(run >= 1)
     anchors = np.sort(rng.choice(valid, min(td.NUM_ANCHORS, len(valid)), replace=False))
     slots = md.slots_of(rng.integers(0, c.vocab_size, s), np.arange(s) - start, start, anchors, run,
-                        td.NUM_ANCHORS, c.block_size, td.loss_chunk(), device)
+                        td.NUM_ANCHORS, c.block_size, td.loss_chunk()).to(device)
     hidden = torch.randn(1, s, len(c.target_layer_ids) * c.hidden_size, dtype=td.compute_dtype(device),
                          device=device, generator=torch.Generator(device).manual_seed(seed))
     return td.Item("train", 0, supervised, hidden, [slots], None)
@@ -296,7 +296,7 @@ def specforge_steps(rig, items):
 
 
 def random_conversations(n):
-    """What packing.RowStream reads: n conversations of 5 to 75 % of a row, the first quarter a prompt."""
+    """What rows_module.RowStream reads: n conversations of 5 to 75 % of a row, the first quarter a prompt."""
     rng = np.random.default_rng(0)
     one = typing.NamedTuple("Given", [("ids", np.ndarray), ("turn", np.ndarray), ("source", str)])
     many = [one(rng.integers(0, 500, m), (np.arange(m) >= m // 4).astype(np.int32), "")

@@ -24,7 +24,8 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
-from flex_utils import UserError, need, refusing, start_thread
+from dflash_trainer.errors import UserError, need, refusing
+from dflash_trainer.workers import start_thread
 from model_drafter import DrafterConfig
 
 

@@ -1,11 +1,20 @@
-"""What is read from a target: on training rows (Taps, TappedForward), while it decodes (LiveTarget).
+"""A frozen target on training rows: few fixed shapes, tapped layers, CUDA graphs.
 
-Shapes: B conversations, T tokens each, D hidden size, L tapped layers, V vocabulary.
+    Taps            outputs of chosen decoder layers, by hooks
+    TappedForward   ids -> target_hidden up to the last tap
+    target_calls    the few fixed (batch, length) shapes in which a target runs conversations
+    Calls.plan      a row's conversations in those shapes
+
+Shapes: B conversations, T tokens each, D hidden size, L tapped layers.
 """
-import inspect
 from contextlib import suppress
+from typing import NamedTuple
 
+import numpy as np
 import torch
+
+from dflash_trainer.rows import pack
+
 
 
 class Taps:
@@ -132,36 +141,74 @@ class TappedForward:
             raise
 
 
-class LiveTarget:
-    """A target in the middle of an answer: takes new tokens, forgets the rejected ones of the last call."""
+BATCHES = np.unique(np.geomspace(1, 512, 48).round().astype(int))  # conversations a call, to choose from
 
-    def __init__(self, target, layers, tap_ids):
-        from transformers import DynamicCache
-        text = target.config.get_text_config()
-        self.target, self.taps, self.cache = target, Taps(layers, tap_ids), DynamicCache(config=text)
-        if hasattr(self.cache, "activate_past_recording"):
-            self.cache.activate_past_recording()
-        elif "linear_attention" in (getattr(text, "layer_types", None) or ()):
-            raise RuntimeError("this transformers can't roll back linear-attention caches; 5.15 or newer can")
-        known = inspect.signature(target.forward).parameters
-        self.keyword = "cache" if "cache" in known else "past_key_values"  # renamed in transformers 5.24
 
-    def forward(self, ids):
-        """ids (1, T) -> logits (T, V), tapped hidden states (1, T, L*D)."""
-        states = [s for layer in self.cache.layers for s in getattr(layer, "recurrent_states", {}).values()]
-        self.block, self.before = ids, [(s, s.clone()) for s in states if s is not None]
-        logits = self.target(ids, **{self.keyword: self.cache}, use_cache=True).logits[0]
-        return logits, self.taps.collect()
+def target_calls(lengths, longest, seq_len, call_tokens, most=6):
+    """Calls of at most `most` shapes for rows of such conversations, and for others of at most `longest`.
 
-    def keep(self, n):
-        """Forget all but the first n tokens of the last forward. Recurrent states can't be cropped: they are
-        put back to where they were, and the kept tokens go through again."""
-        rejected = self.block.shape[1] - n
-        if not self.before or not rejected:
-            self.cache.crop(-rejected)  # also at 0: transformers 5.17 shrinks sliding layers only here
-            return
-        self.cache.crop(-self.block.shape[1])
-        for state, kept in self.before:
-            state.copy_(kept)
-        self.forward(self.block[:, :n])
-        self.cache.crop(0)
+    Each shape in turn is the one that makes sample rows cheapest, the first of those that hold the longest;
+    then each is chosen once more beside the others. Lengths to choose from are quantiles of the tokens.
+    """
+    sample = np.sort(np.random.default_rng(0).permutation(lengths)[:16384])[::-1]
+    tokens = np.cumsum(sample)
+    quantiles = sample[np.searchsorted(tokens, tokens[-1] * np.arange(24) / 24)]
+    choices = [(b, n) for n in sorted({min(seq_len, -(-int(n) // 8) * 8) for n in (*quantiles, longest)})
+               for b in BATCHES.tolist() if b == 1 or b * n <= 2 * seq_len]
+    hold_all, shapes = [c for c in choices if c[1] == choices[-1][1]], []
+    table = sample_rows(sample, seq_len)
+    for i in [*range(most), *range(most)]:
+        others, some = shapes[:i] + shapes[i + 1:], choices if i else hold_all
+        shapes[i:i + 1] = [some[int(np.argmin(row_costs(table, others, some, call_tokens)))]]
+    return Calls(sorted(set(shapes), key=lambda s: s[::-1]), call_tokens)
+
+
+def sample_rows(lengths, seq_len):
+    """Lengths -> (R, n): lengths of packed rows, falling, 0 where a row has fewer; the extreme rows are among
+    them. Every k-th conversation of rows with very many."""
+    rows = sorted(sorted(lengths[members].tolist())[::-1] for members in pack(lengths, 0, 0, seq_len))
+    rows = [row[::-(-len(row) // 512)] for row in rows]
+    width = max(map(len, rows))
+    table = np.zeros((min(len(rows), 72, max(8, 8192 // width)), width), np.int64)  # seconds of choosing
+    for r, i in enumerate(np.linspace(0, len(rows) - 1, len(table)).astype(int)):
+        table[r, :len(rows[i])] = rows[i]
+    return table
+
+
+def row_costs(table, shapes, choices, call_tokens):
+    """(C,): what the rows of `table` (R, n), lengths falling, cost with `shapes` and each of C choices."""
+    batch, length = np.array(choices).T
+    which, best = np.arange(len(choices)), np.zeros((len(choices), len(table), table.shape[1] + 1))
+    for i in reversed(range(table.shape[1])):  # best[..., i]: of conversations i, i+1, ...
+        after = best[which, :, np.minimum(i + batch, table.shape[1])]
+        cost = (call_tokens + batch * length)[:, None] + after
+        cost = np.where(length[:, None] >= table[:, i], cost, np.inf)
+        for b, n in shapes:
+            after = best[:, :, min(i + b, table.shape[1])]
+            cost = np.minimum(cost, np.where(n >= table[:, i], call_tokens + b * n + after, np.inf))
+        best[..., i] = np.where(table[:, i] > 0, cost, 0)
+    return best[..., 0].sum(1)
+
+
+class Calls(NamedTuple):
+    """How a target runs a row's conversations: in few shapes, since what is new to a thread runs alone."""
+    shapes: list         # (batch, length), by length; the last holds the longest conversation
+    call_tokens: float   # what a call costs by itself, in tokens computed
+
+    def plan(self, row_lengths):
+        """-> [(batch, length, [positions in the row])], longest first: the calls in which it runs soonest.
+
+        A call costs call_tokens and its tokens, padding included; neighbours by length share one.
+        """
+        order = sorted(range(len(row_lengths)), key=lambda m: -row_lengths[m])
+        n = len(order)
+        best, shapes = [0] * (n + 1), [None] * n  # cost of, first shape in: conversations i, i+1, ...
+        for i in reversed(range(n)):
+            best[i], shapes[i] = min((self.call_tokens + b * length + best[min(i + b, n)], (b, length))
+                                     for b, length in self.shapes if length >= row_lengths[order[i]])
+        calls, i = [], 0
+        while i < n:
+            batch, length = shapes[i]
+            calls.append((batch, length, order[i:i + batch]))
+            i += batch
+        return calls

@@ -1,6 +1,6 @@
 """How long does a run wait for its data? Tokenises N synthetic conversations, then opens the cache again.
 
-    python tools/bench_data.py TARGET=<dir with a tokenizer> [N=1000000] [WORDS=20]
+    python dev/bench_data.py TARGET=<dir with a tokenizer> [N=1000000] [WORDS=20]
 
 Words are drawn from a fixed list with a fixed seed; the cache is a temporary one, removed at the end.
 """
@@ -14,8 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_dflash as td  # noqa: E402
-from tools import packing  # noqa: E402
-from tools.target import load_tokenizer  # noqa: E402
+from dflash_trainer import features
+from dflash_trainer import rows as rows_module  # noqa: E402
+from dflash_trainer.target import load_tokenizer  # noqa: E402
 
 VOCABULARY = ("the of and a to in is you that it he was for on are as with his they I at be this have from or "
               "one had by word but not what all were we when your can said there use an each which she do").split()
@@ -48,8 +49,8 @@ def main(argv):
         print(f"{n} rows, {size:.0f} MB, {os.cpu_count()} cores, load {load:.1f}", flush=True)
         for name in ("first start (tokenises)", "second start"):
             data = timed(name, lambda: td.read_conversations(str(path), tokenizer, "DATA", len(tokenizer)))
-        rows = timed("pack one epoch", lambda: packing.pack(data.lengths, 0, 0, td.SEQ_LEN))
-        timed("target shapes", lambda: packing.target_calls(data.lengths, int(data.lengths.max()), td.SEQ_LEN, 300))
+        rows = timed("pack one epoch", lambda: rows_module.pack(data.lengths, 0, 0, td.SEQ_LEN))
+        timed("target shapes", lambda: features.target_calls(data.lengths, int(data.lengths.max()), td.SEQ_LEN, 300))
     tokens = data.stats["tokens"]
     print(f"mean {tokens / len(data):.1f} tokens a row; {1 - tokens / (len(rows) * td.SEQ_LEN):.4f} of "
           f"{len(rows)} packed rows is padding")

@@ -1,6 +1,6 @@
 """Real decoding, batch 1: plain greedy beside speculative with a drafter, both through transformers in eager.
 
-    python tools/decode_speed.py CKPT=<checkpoint> [TARGET=... EVAL_DATA=... TARGET_DEVICES=cuda:0] [N=20]
+    python dev/decode_speed.py CKPT=<checkpoint> [TARGET=... EVAL_DATA=... TARGET_DEVICES=cuda:0] [N=20]
 
 The first prompt is run once before, unmeasured. NAME=VALUE: constants of train_dflash.py.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import flex_utils  # noqa: E402
+from dflash_trainer import errors  # noqa: E402
 import train_dflash as td  # noqa: E402
 
 
@@ -25,12 +25,12 @@ def main(words):
     n = next((int(w[2:]) for w in words if w.startswith("N=")), 20)
     td.override([w for w in words if not w.startswith("N=")])
     model, tokenizer, w = td.open_checkpoint()
-    stop = td.target_files.prepare_decoding(model, tokenizer)
+    stop = td.decoding.prepare_decoding(model, tokenizer)
     seconds, tokens, passes, equal, texts = [0.0, 0.0], [0, 0], 0, 0, prompts(td.EVAL_DATA, n)
     for i, text in enumerate([texts[0], *texts]):
-        ids = td.target_files.prompt_ids(
+        ids = td.decoding.prompt_ids(
             td.TARGET, tokenizer, text, model.device, td.CHAT_TEMPLATE_KWARGS)
-        plain, answer, produced, took = td.target_files.decode_both_ways(
+        plain, answer, produced, took = td.decoding.decode_both_ways(
             model, w, ids, stop, td.MAX_NEW_TOKENS, td.TEMPERATURE, td.SEED)
         if i == 0:
             continue
@@ -51,5 +51,5 @@ if __name__ == "__main__":
         sys.exit(print(__doc__))
     try:
         sys.exit(main(sys.argv[1:]))
-    except flex_utils.UserError as e:
+    except errors.UserError as e:
         sys.exit(f"error: {e}")
