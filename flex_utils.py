@@ -166,7 +166,7 @@ def worker_compile_settings(n_devices):
 
 
 @functools.cache
-def own_copy(function, owner):
+def clone_code(function, owner):
     """The function with a code object that is the owner's alone."""
     name = f"{function.__name__}_{owner}"
     copy = types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name,
@@ -185,7 +185,7 @@ def compiled(function, owner, backend="inductor"):
     fullgraph: it fails now and then in threads on torch 2.12-2.14.
     """
     plain = getattr(function, "__func__", function)
-    own = own_copy(plain, owner)
+    own = clone_code(plain, owner)
     if plain is not function:
         own = types.MethodType(own, function.__self__)
     return torch.compile(own, backend=backend, dynamic=False)

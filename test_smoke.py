@@ -19,7 +19,7 @@ import common  # noqa: E402
 import flex_utils  # noqa: E402
 import model_drafter as md  # noqa: E402
 from common import assert_same, eval_lines, log_lines, losses, message_file  # noqa: E402
-from common import random_target, straight, threads  # noqa: E402
+from common import random_target, train_ok, threads  # noqa: E402
 from dflash_trainer import rows as rows_module  # noqa: E402
 from dflash_trainer import target as target_files  # noqa: E402
 from dflash_trainer.features import TappedForward  # noqa: E402
@@ -140,7 +140,7 @@ def run_of_twenty():
     """20 steps on chats, two target and two drafter threads."""
     chats, held_out = message_file(), message_file("held_out", 6, seed=1)
     settings = dict(CHATS, DATA=chats, EVAL_DATA=held_out, **threads(2, 2))
-    return straight(common.scratch() / "twenty", **settings), settings
+    return train_ok(common.scratch() / "twenty", **settings), settings
 
 
 def test_main_trains_with_two_target_and_two_drafter_threads(run_of_twenty):
@@ -183,8 +183,8 @@ def test_the_checkpoint_holds_what_servers_read(run_of_twenty):
 def test_stop_at_ten_and_resume_give_the_same_bits(run_of_twenty):
     """Weights, moments, losses and learning rates of 20 steps in one go."""
     base, settings = run_of_twenty
-    out = straight(common.scratch() / "resumed", **settings, STOP_AT=10)
-    straight(out, **settings)
+    out = train_ok(common.scratch() / "resumed", **settings, STOP_AT=10)
+    train_ok(out, **settings)
     assert_same(out / "latest", base / "latest")
     assert common.untimed(out) == common.untimed(base)
 

@@ -61,9 +61,9 @@ from dflash_trainer import checkpoints, decoding, workers
 from dflash_trainer import target as target_files
 from dflash_trainer.devices import (
     HandOff, Stopwatch, check_pairs, memory_gib, receive, replica_of, sum_over_replicas, to_device)
-from dflash_trainer.errors import UserError, need, out_of_memory, refusing
+from dflash_trainer.errors import UserError, require, out_of_memory, user_error_on
 from dflash_trainer.features import TappedForward, target_calls
-from dflash_trainer.machines import Alone, Machines
+from dflash_trainer.machines import SingleMachine, Cluster
 from dflash_trainer.rows import EvalRows, Row, RowStream, inspect_data
 from dflash_trainer.token_cache import Settings, build_conversations, overlap, resolve_files
 from dflash_trainer.workers import start_thread
@@ -133,8 +133,8 @@ GATE = flex_utils.Gate(FIRST_STEP_LOCK)
 EXIT_USER, EXIT_ERROR = 2, 1
 
 
-def one_of(what, value, legal):
-    need(value in legal, f"{what} = {value!r}: must be one of {', '.join(legal)}")
+def require_one_of(what, value, legal):
+    require(value in legal, f"{what} = {value!r}: must be one of {', '.join(legal)}")
 
 
 def constants():
@@ -186,12 +186,12 @@ def check_settings():
     """Everything that can be said before a file or a device is touched."""
     for name, hint in CONSTANTS.items():  # they may have been edited
         value, wanted = globals()[name], hint if typing.get_args(hint) else hint.__name__
-        need(is_a(value, hint), f"{name} = {value!r}: must be of type {wanted}")
+        require(is_a(value, hint), f"{name} = {value!r}: must be of type {wanted}")
     for name in ("SEQ_LEN", "NUM_ANCHORS", "DRAFT_LAYERS", "SLIDING_WINDOW", "INIT_STD", "EPOCHS", "STEPS",
                  "STOP_AT", "ROWS_PER_STEP", "LR", "CLIP", "GAMMA", "LOSS_CHUNK", "QUEUE_DEPTH", "LOG_EVERY",
                  "SAVE_EVERY", "KEEP", "STALL_S", "K_BAD", "MAX_NEW_TOKENS"):
         value = globals()[name]
-        need(value is None or 0 < value < math.inf, f"{name} = {value}: must be a number above 0")
+        require(value is None or 0 < value < math.inf, f"{name} = {value}: must be a number above 0")
     for name, ok, wanted in (
             ("BLOCK_SIZE", BLOCK_SIZE >= 2, "must be 2 or more, the anchor and at least one drafted token"),
             ("OUT", OUT, "name a directory"),
@@ -204,21 +204,21 @@ def check_settings():
              f"{len(LAYER_TYPES or ())} entries, DRAFT_LAYERS = {DRAFT_LAYERS}"),
             ("ROWS_PER_STEP", ROWS_PER_STEP >= len(DRAFTER_DEVICES),
              f"too few for {len(DRAFTER_DEVICES)} drafters, DRAFTER_DEVICES = {DRAFTER_DEVICES}")):
-        need(ok, f"{name} = {globals()[name]!r}: {wanted}")
-    one_of("LOSS", LOSS, ("decay", "dpace"))
-    one_of("LOSS_FORM", LOSS_FORM, ("fused", "checkpoint"))
+        require(ok, f"{name} = {globals()[name]!r}: {wanted}")
+    require_one_of("LOSS", LOSS, ("decay", "dpace"))
+    require_one_of("LOSS_FORM", LOSS_FORM, ("fused", "checkpoint"))
     for kind in LAYER_TYPES or ():
-        one_of("an entry of LAYER_TYPES", kind, ("full_attention", "sliding_attention"))
+        require_one_of("an entry of LAYER_TYPES", kind, ("full_attention", "sliding_attention"))
 
 
 def device_names():
     return ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
 
 
-def need_devices(name, devices):
-    need(devices, f"{name} is empty")
+def require_devices(name, devices):
+    require(devices, f"{name} is empty")
     for device in devices:
-        need(device in device_names(), f"{name} has {device!r}, this machine has {', '.join(device_names())}")
+        require(device in device_names(), f"{name} has {device!r}, this machine has {', '.join(device_names())}")
 
 
 # ------------------------------------------------------------------------------------------ the data
@@ -286,7 +286,7 @@ def target_worker(run, t):
     """Thread t: rows of the jobs t, t+T, ... through its replica, in order, to each one's drafter."""
     device = torch.device(TARGET_DEVICES[t])
     run.enter_thread(device)
-    forward = TappedForward(run.decoders[t], run.config.target_layer_ids, run.say)
+    forward = TappedForward(run.decoders[t], run.config.target_layer_ids, run.log)
     hand_off, sent = HandOff(device, run.bad_pairs), deque()
     for kind, index in itertools.islice(run.jobs(), t, None, len(TARGET_DEVICES)):
         run.check()
@@ -307,7 +307,7 @@ def target_worker(run, t):
 def make_slots(row, anchors, device):
     """All anchors of a row in groups of NUM_ANCHORS, at the one shape that is compiled."""
     groups = [anchors[i:i + NUM_ANCHORS] for i in range(0, max(1, len(anchors)), NUM_ANCHORS)]
-    on_host = [md.slots_of(row.ids, row.pos, row.doc_start, group, row.run_length, NUM_ANCHORS, BLOCK_SIZE,
+    on_host = [md.slots_of(row.ids, row.pos, row.conversation_start, group, row.run_length, NUM_ANCHORS, BLOCK_SIZE,
                            loss_chunk()) for group in groups]
     return [md.Slots(*(to_device(t, device) for t in slots)) for slots in on_host]
 
@@ -392,7 +392,7 @@ class Replica:
         over the step: their division by the denominator and the clip are one scale."""
         grads = [p.grad for p in self.params.values()]
         norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
-        raw, denominator = torch.linalg.vector_norm(norms), divisor(self.stats).float()
+        raw, denominator = torch.linalg.vector_norm(norms), loss_denominator(self.stats).float()
         bad = ~(torch.isfinite(raw) & torch.isfinite(self.stats[:, LOSS_SUM].sum()))
         skip = bad | (denominator == 0)
         norm = raw / denominator.clamp(min=1e-30)
@@ -446,14 +446,14 @@ def train_step(run, w, plan):
             run.start_barrier.wait()  # drafters only: a target here would leave the others' queues empty
             w.started = True
             if w.index == 0:
-                run.say(f"first rows of all {len(run.replicas)} drafters after {run.since_start():.1f} s: "
+                run.log(f"first rows of all {len(run.replicas)} drafters after {run.since_start():.1f} s: "
                         "targets, compilation and the first evaluation included")
     with run.reduce_watch if w.index == 0 else nullcontext():
-        run.meet(w.index == 0, lambda: run.average(plan.step))
+        run.at_barrier(w.index == 0, lambda: run.average(plan.step))
     w.update(learning_rate(plan.step, run.horizon), plan.step % LOG_EVERY)
 
 
-def divisor(stats):
+def loss_denominator(stats):
     """(rows, 5) of a step -> what its sum of w*ce is divided by: the weights' sum, for D-PACE, whose weights
     are numbers of tokens, the valid blocks. The log's losses are divided by the weights' sum either way."""
     return stats[:, ANCHORS if LOSS == "dpace" else WEIGHT].sum()
@@ -523,7 +523,7 @@ def evaluate(run, w, plan):
             break
         evaluate_row(w, item, w.sums)
         run.tick()
-    run.meet(w.index == 0, lambda: run.merge_evaluation(plan.step))
+    run.at_barrier(w.index == 0, lambda: run.merge_evaluation(plan.step))
     if w.index == 0:
         run.eval_s += time.perf_counter() - began
 
@@ -552,14 +552,14 @@ class Plan(NamedTuple):
     rows: range      # this machine's row numbers of the step; empty at the very end
 
 
-class Run(workers.Crew):
+class Run(workers.Workers):
     """What the threads share: the order of work, the queues, what is logged and kept.
 
     build() and what it calls set the rest before any thread exists: train_rows, eval_rows, calls; horizon,
     last; config, decoders[target], replicas[drafter]; bad_pairs, direct (between devices).
     """
 
-    def __init__(self, out, machines=Alone()):
+    def __init__(self, out, machines=SingleMachine()):
         super().__init__(len(DRAFTER_DEVICES))
         self.machines, self.step_rows = machines, ROWS_PER_STEP * machines.size
         self.out, self.first, self.evaluated_before = out, 0, None  # of the checkpoint that was resumed
@@ -619,8 +619,8 @@ class Run(workers.Crew):
 
     def state(self):
         fills = [[q.qsize() for q in row] for row in self.queues]
-        silent = f"; machines not heard of {self.machines.silent()}" if self.machines.size > 1 else ""
-        return f"queues [target][drafter] {fills}; {GATE.holder()}{silent}"
+        silent_text = f"; machines not heard of {self.machines.missing_ranks()}" if self.machines.size > 1 else ""
+        return f"queues [target][drafter] {fills}; {GATE.holder()}{silent_text}"
 
     # ---- threads and signals
     def enter_thread(self, device):
@@ -667,7 +667,7 @@ class Run(workers.Crew):
         loss, tau = metrics["eval_loss"], metrics["tau"]
         finite = math.isfinite(loss)
         self.record({"step": step, **metrics, "eval_loss": loss if finite else None})  # JSON has no NaN
-        self.say(f"eval step {step} | eval_loss {loss:.4f} | tau {tau:.3f} | acc_k "
+        self.log(f"eval step {step} | eval_loss {loss:.4f} | tau {tau:.3f} | acc_k "
                  + " ".join(f"{a:.3f}" for a in metrics["acc_k"]))
         kept["evaluated"] = step
         self.fresh_best = step > 0 and (kept["best"] is None or tau > kept["best"]["tau"])
@@ -676,7 +676,7 @@ class Run(workers.Crew):
         # more than rounding
         if finite and low is not None and loss > 1.001 * low["eval_loss"] and not kept["turned"]:
             kept["turned"] = True
-            self.say(f"held-out loss turned: {low['eval_loss']:.4f} at step {low['step']}, now {loss:.4f}; "
+            self.log(f"held-out loss turned: {low['eval_loss']:.4f} at step {low['step']}, now {loss:.4f}; "
                      f"the best by tau is kept as {Path(OUT) / 'best'}")
         if finite and (low is None or loss < low["eval_loss"]):
             kept["low_loss"] = {"step": step, "eval_loss": loss}
@@ -714,8 +714,8 @@ class Run(workers.Crew):
         bad = {"step": step + 1, "rows": guilty, "first_bad_tensor": name}
         self.lines.append("bad_steps.jsonl", json.dumps(bad))
         where, n = f"rows {guilty}; first bad gradient {name}", self.kept["bad_run"]
-        self.say(f"WARNING: step {step + 1} was not finite and was skipped; {where}")
-        need(n < K_BAD, f"{n} steps in a row were not finite (K_BAD = {K_BAD}); {where}")
+        self.log(f"WARNING: step {step + 1} was not finite and was skipped; {where}")
+        require(n < K_BAD, f"{n} steps in a row were not finite (K_BAD = {K_BAD}); {where}")
 
     def log_if_due(self, w, step):
         if self.bar:
@@ -744,21 +744,21 @@ class Run(workers.Crew):
             "skipped": self.kept["skipped"], "bad_rows": self.train_rows.conversations.stats["bad"]}
         self.record(values)
         texts = {k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in values.items()}
-        self.say(" | ".join(f"{k} {text}" for k, text in texts.items()))
+        self.log(" | ".join(f"{k} {text}" for k, text in texts.items()))
         if step % LOG_EVERY == 0 and step // LOG_EVERY == self.first // LOG_EVERY + 2:  # the first compiled
-            self.say_split(max(0, wall + self.eval_s - target_wait) / n, (wall - waits[0] - reduce) / n)
-            self.say(f"{(self.last - step) * wall / n / 3600:.2f} hours to step {self.last} at this pace, "
+            self.log_split(max(0, wall + self.eval_s - target_wait) / n, (wall - waits[0] - reduce) / n)
+            self.log(f"{(self.last - step) * wall / n / 3600:.2f} hours to step {self.last} at this pace, "
                      "evaluation left out")
         self.restart_window(step)
 
-    def say_split(self, target_s, drafter_s):
+    def log_split(self, target_s, drafter_s):
         """Which split of the devices would keep both sides busy, from each side's busy seconds of a step."""
         t, d, gpus = len(TARGET_DEVICES), len(DRAFTER_DEVICES), TARGET_DEVICES + DRAFTER_DEVICES
         if len(set(gpus)) < len(gpus) and "cpu" not in gpus:
             return  # on a GPU that two threads share, each one's clock counts the other's work
         target_ms, drafter_ms = (1e3 * s * n / ROWS_PER_STEP for s, n in ((target_s, t), (drafter_s, d)))
         best = min(range(1, t + d), key=lambda n: max(target_ms / n, drafter_ms / (t + d - n)))
-        self.say(f"a row takes a target {target_ms:.0f} ms and a drafter {drafter_ms:.0f} ms: of {t + d} "
+        self.log(f"a row takes a target {target_ms:.0f} ms and a drafter {drafter_ms:.0f} ms: of {t + d} "
                  f"devices {best} for targets and {t + d - best} for drafters balance best, now {t} and {d}")
 
     def tokens_between(self, first, last):
@@ -782,7 +782,7 @@ class Run(workers.Crew):
             if isinstance(value, (int, float)):
                 self.board.add_scalar(name, value, values["step"])
 
-    def say(self, text):
+    def log(self, text):
         with self.lines.lock:
             self.lines.append("train.log", text)
             with suppress(OSError):  # the run outlives what reads it
@@ -791,9 +791,9 @@ class Run(workers.Crew):
 
 # -------------------------------------------------------------------------------------------- start-up
 # what a resumed run must share with the one that wrote the checkpoint; the rest may change and is printed
-FIXED = ("SEED", "SEQ_LEN", "NUM_ANCHORS", "ROWS_PER_STEP", "LOSS", "CHAT_TEMPLATE_KWARGS")
+MUST_MATCH_CHECKPOINT = ("SEED", "SEQ_LEN", "NUM_ANCHORS", "ROWS_PER_STEP", "LOSS", "CHAT_TEMPLATE_KWARGS")
 # what machines must share beside it, for every one decides by itself what happens after a step
-ALIKE = "LR", "WARMUP", "CLIP", "GAMMA", "LOG_EVERY", "EVAL_EVERY", "SAVE_EVERY", "K_BAD"
+MUST_MATCH_ACROSS_MACHINES = "LR", "WARMUP", "CLIP", "GAMMA", "LOG_EVERY", "EVAL_EVERY", "SAVE_EVERY", "K_BAD"
 
 
 def preflight(run):
@@ -806,10 +806,10 @@ def preflight(run):
     if COMPILE and any(d.startswith("cuda") for d in DRAFTER_DEVICES):
         compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
         header = Path(sysconfig.get_paths()["include"], "Python.h")
-        need(run.config.head_dim >= 16,  # Triton's matrix products start there
+        require(run.config.head_dim >= 16,  # Triton's matrix products start there
              f"COMPILE = True: flex_attention needs a head_dim of 16 or more, this is {run.config.head_dim}")
-        need(compiler, "COMPILE = True: Triton needs a C compiler on the PATH: install gcc, or set CC")
-        need(header.exists(), f"COMPILE = True: Triton needs {header}: install python3-dev")
+        require(compiler, "COMPILE = True: Triton needs a C compiler on the PATH: install gcc, or set CC")
+        require(header.exists(), f"COMPILE = True: Triton needs {header}: install python3-dev")
     if run.machines.rank:
         return  # machine 0 saves
     with torch.device("meta"):
@@ -820,7 +820,7 @@ def preflight(run):
     wanted = size * max(1, KEEP + 2 - there)
     print(f"a checkpoint is {size:.2f} GiB, {KEEP} newest and the best are kept (KEEP), "
           f"{free:.2f} GiB free at OUT = {run.out}")
-    need(free >= wanted, f"OUT = {run.out}: {free:.2f} GiB free, KEEP = {KEEP}, the best "
+    require(free >= wanted, f"OUT = {run.out}: {free:.2f} GiB free, KEEP = {KEEP}, the best "
          f"and one being written need {wanted:.2f}")
     if memory < n * 12:
         print(f"WARNING: {memory:.1f} GiB of host memory is free, a save copies {n * 12:.1f} GiB there")
@@ -841,7 +841,7 @@ def read_data(run, tokenizer, vocab):
                   f"DATA = {DATA} too: tau will flatter")
     rows = None if STEPS else run.train_rows.total(EPOCHS)  # packs them all
     run.horizon = STEPS or rows // run.step_rows
-    need(run.horizon, f"DATA = {DATA}: EPOCHS = {EPOCHS} give {rows} rows, fewer than "
+    require(run.horizon, f"DATA = {DATA}: EPOCHS = {EPOCHS} give {rows} rows, fewer than "
          f"ROWS_PER_STEP = {ROWS_PER_STEP}: lower it or SEQ_LEN = {SEQ_LEN}, or set STEPS")
     run.last = min(run.horizon, STOP_AT or run.horizon)
 
@@ -850,16 +850,16 @@ def check_machines(run):
     """All machines train the same thing on the same rows; UserError naming both values."""
     files = {"DATA": run.train_rows, "EVAL_DATA": run.eval_rows}
     mine = {n: rows and rows.conversations.fingerprint for n, rows in files.items()}
-    mine |= {n: constants()[n] for n in FIXED + ALIKE} | vars(run.config)
+    mine |= {n: constants()[n] for n in MUST_MATCH_CHECKPOINT + MUST_MATCH_ACROSS_MACHINES} | vars(run.config)
     mine |= {"the last step": run.last, "the horizon": run.horizon}
     for rank, theirs in enumerate(run.machines.gather(mine)):
         for n in mine:
-            need(mine[n] == theirs[n], f"{n} = {mine[n]!r}, but machine (rank {rank}) has {theirs[n]!r}")
+            require(mine[n] == theirs[n], f"{n} = {mine[n]!r}, but machine (rank {rank}) has {theirs[n]!r}")
 
 
 def drafter_in(name):
     """The drafter checkpoint that the constant `name` says -> (config, weights)."""
-    with refusing(f"{name} = {globals()[name]}: not a drafter checkpoint", OSError, ValueError,
+    with user_error_on(f"{name} = {globals()[name]}: not a drafter checkpoint", OSError, ValueError,
                   safetensors.SafetensorError):
         return checkpoints.load_drafter(globals()[name])
 
@@ -868,19 +868,19 @@ def check_resume(path, info, run):
     """Refuse what can't continue, naming both values; print what merely changed."""
     theirs, ours, data = info["constants"], run.constants(), run.train_rows.conversations.fingerprint
     way = "set that, or start another run: OUT=..., with INIT_FROM for its weights"
-    for name in FIXED:
+    for name in MUST_MATCH_CHECKPOINT:
         note = f", summed over machines, here {run.machines.size}" if name == "ROWS_PER_STEP" else ""
-        need(theirs[name] == ours[name],
+        require(theirs[name] == ours[name],
              f"{name} = {ours[name]!r}, but {path} has {theirs[name]!r}{note}: {way}")
-    need(info["horizon"] == run.horizon, f"the schedule's horizon is {run.horizon} steps, but {path} has "
+    require(info["horizon"] == run.horizon, f"the schedule's horizon is {run.horizon} steps, but {path} has "
          f"{info['horizon']}: set STEPS={info['horizon']} (STOP_AT ends early without changing it)")
-    need(info["data"] == data, f"DATA = {DATA} holds other conversations than {path} was trained on, DATA = "
+    require(info["data"] == data, f"DATA = {DATA} holds other conversations than {path} was trained on, DATA = "
          f"{theirs['DATA']} (fingerprints {data} and {info['data']}): {way}")
     changed = checkpoints.differences(run.config, checkpoints.read_config(path))
-    need(not changed, f"{path} is another drafter: {'; '.join(changed)}")
+    require(not changed, f"{path} is another drafter: {'; '.join(changed)}")
     for name in sorted(set(theirs) & set(ours) - {"RESUME", "CKPT", "PROMPT"}):
         if theirs[name] != ours[name]:
-            run.say(f"resume: {name} was {theirs[name]!r}, now {ours[name]!r}")
+            run.log(f"resume: {name} was {theirs[name]!r}, now {ours[name]!r}")
 
 
 def starting_point(run):
@@ -890,24 +890,24 @@ def starting_point(run):
     if found:
         path, info, state = found
         check_resume(path, info, run)
-        need(info["step"] < run.last or path.resolve().parent == run.out.resolve(),
+        require(info["step"] < run.last or path.resolve().parent == run.out.resolve(),
              f"RESUME = {RESUME} is at step {info['step']} of {run.last}: nothing is left to do in OUT = {OUT}")
         checkpoints.truncate_lines(run.out, info["step"], info["evaluated"])
-        run.say(f"resuming from {path}, step {info['step']}")
+        run.log(f"resuming from {path}, step {info['step']}")
         if info["best"] and info["best"]["step"] == info["step"]:  # a kill can come before its link
             run.saver.point_best(info["step"])
         kept, ours = {name: info.get(name) for name in run.kept}, run.kept["eval_data"]
         if ours and kept["eval_data"] not in (None, ours):
-            run.say(f"resume: EVAL_DATA = {EVAL_DATA} holds other conversations: the best is sought anew")
+            run.log(f"resume: EVAL_DATA = {EVAL_DATA} holds other conversations: the best is sought anew")
             kept.update(best=None, low_loss=None, turned=False, evaluated=None)
         return (info["step"], kept["evaluated"], {**kept, "eval_data": ours or kept["eval_data"]}), state
     if (run.out / "metrics.jsonl").exists():
-        run.say(f"OUT = {OUT}: no checkpoint to resume (RESUME = {RESUME}), this run starts at step 0")
+        run.log(f"OUT = {OUT}: no checkpoint to resume (RESUME = {RESUME}), this run starts at step 0")
     checkpoints.truncate_lines(run.out, -1)  # of a run that was killed before its first save
     if INIT_FROM:
         theirs, weights = drafter_in("INIT_FROM")
         wrong = checkpoints.differences(run.config, theirs)
-        need(not wrong, f"INIT_FROM = {INIT_FROM} doesn't fit: {'; '.join(wrong)}")
+        require(not wrong, f"INIT_FROM = {INIT_FROM} doesn't fit: {'; '.join(wrong)}")
     else:
         drafter = md.Drafter(run.config, None)
         drafter.init_weights(SEED)
@@ -936,7 +936,7 @@ def build(run):
     run.tick()
     check_machines(run)
     with run.slow():
-        begin, state = run.machines.from_first(lambda: starting_point(run))
+        begin, state = run.machines.broadcast_from_rank0(lambda: starting_point(run))
     run.first, run.evaluated_before, run.kept = begin
     weights = checkpoints.masters_of(state)
     targets, drafters = [torch.device(d) for d in TARGET_DEVICES], [torch.device(d) for d in DRAFTER_DEVICES]
@@ -945,9 +945,9 @@ def build(run):
         model = load_target(targets[0], run.tick)
     embed, head, decoder = model.get_input_embeddings(), target_files.head_of(model), model.get_decoder()
     run.config = replace(run.config, input_embedding_scale=target_files.embedding_scale(embed))
-    target_files.fast_path(decoder)
-    with refusing(f"TARGET = {TARGET}: can't run", ImportError):  # FP8 layers look for their kernels now
-        target_files.prove(TARGET, model, run.config, run.train_rows.conversations, tokenizer)
+    target_files.report_kernels(decoder)
+    with user_error_on(f"TARGET = {TARGET}: can't run", ImportError):  # FP8 layers look for their kernels now
+        target_files.verify_target(TARGET, model, run.config, run.train_rows.conversations, tokenizer)
     both = torch.nn.ModuleList([embed, head])  # one copy where they are tied
     shared = {d: replica_of(both, d, run.bad_pairs) for d in set(drafters)}
     decoder.layers = decoder.layers[:run.config.target_layer_ids[-1] + 1]  # the rest feeds nothing
@@ -974,15 +974,15 @@ def describe_run(run):
              "trainable_parameters": sum(m.numel() for m in run.replicas[0].masters.values()),
              "horizon": run.horizon, "mask_token_id": run.config.mask_token_id}
     for name, value in facts.items():
-        run.say(f"{name}: {value}")
+        run.log(f"{name}: {value}")
     facts.update(data=stats, drafter=checkpoints.config_json(run.config), constants=constants())
     (run.out / "run.json").write_text(json.dumps(facts, indent=1, default=str))
-    run.say("constants: " + ", ".join(f"{n}={v!r}" for n, v in constants().items()))
+    run.log("constants: " + ", ".join(f"{n}={v!r}" for n, v in constants().items()))
     lengths, most = run.train_rows.conversations.lengths, run.config.max_position_embeddings
     if lengths.max() > most:
-        run.say(f"WARNING: DATA has conversations of {lengths.max()} tokens, max_position_embeddings of TARGET "
+        run.log(f"WARNING: DATA has conversations of {lengths.max()} tokens, max_position_embeddings of TARGET "
                 f"is {most}: what it says beyond that is no guide; SEQ_LEN = {SEQ_LEN} cuts them")
-    run.say(f"{stats['rows']} conversations, {(lengths >= SEQ_LEN).sum()} of them cut at SEQ_LEN or just as "
+    run.log(f"{stats['rows']} conversations, {(lengths >= SEQ_LEN).sum()} of them cut at SEQ_LEN or just as "
             f"long, {stats['tokens']} tokens, "
             f"supervised {stats['supervised'] / stats['tokens']:.3f}; {n_rows} rows of {SEQ_LEN} an epoch, "
             f"about {min(NUM_ANCHORS, stats['supervised'] / n_rows):.0f} anchors a row; "
@@ -994,9 +994,9 @@ def describe_run(run):
 
 def run_threads(run):
     """Start all workers, wait for the drafters, end the rest. Leaves no thread behind."""
-    targets = [start_thread(f"target-{t}", run.guarded, target_worker, run, t)
+    targets = [start_thread(f"target-{t}", run.run_guarded, target_worker, run, t)
                for t in range(len(TARGET_DEVICES))]
-    drafters = [start_thread(f"drafter-{d}", run.guarded, drafter_worker, run, d)
+    drafters = [start_thread(f"drafter-{d}", run.run_guarded, drafter_worker, run, d)
                 for d in range(len(DRAFTER_DEVICES))]
     for thread in drafters:
         while thread.is_alive() and not run.stop.is_set():
@@ -1006,7 +1006,7 @@ def run_threads(run):
     for thread in (*targets, *drafters):
         thread.join(10)
         if thread.is_alive():
-            run.say(f"thread {thread.name} does not end; leaving without it")
+            run.log(f"thread {thread.name} does not end; leaving without it")
             code = finish(run)  # says what ended the run
             sys.stdout.flush()
             os._exit(code or EXIT_ERROR)
@@ -1035,10 +1035,10 @@ def demo():
 
 def train(clear=False):
     """The whole job. -> exit code."""
-    need_devices("TARGET_DEVICES", TARGET_DEVICES)
-    need_devices("DRAFTER_DEVICES", DRAFTER_DEVICES)
+    require_devices("TARGET_DEVICES", TARGET_DEVICES)
+    require_devices("DRAFTER_DEVICES", DRAFTER_DEVICES)
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
-    machines = Alone() if alone else Machines(STALL_S)
+    machines = SingleMachine() if alone else Cluster(STALL_S)
     # OUT is machine 0's alone: it may be shared, or missing elsewhere. What others write there goes with them
     with tempfile.TemporaryDirectory() if machines.rank else checkpoints.only_run_in(Path(OUT), clear) as out:
         run = Run(Path(out), machines)
@@ -1063,7 +1063,7 @@ def train(clear=False):
             if run.board:
                 run.board.close()
         code = finish(run)
-    machines.leave(failed=run.error is not None)
+    machines.shutdown(failed=run.error is not None)
     return code
 
 
@@ -1079,21 +1079,21 @@ def finish(run):
         code, text = EXIT_ERROR, f"ERROR: the last lines of metrics.jsonl could not be written: {error}"
     elif run.signal:
         code, text = 128 + run.signal, f"ended by signal {run.signal}; `latest` is the last complete step"
-    run.say(text)
+    run.log(text)
     return code
 
 
 def open_checkpoint():
     """CKPT and its target on TARGET_DEVICES[0], for `eval` and `generate`. -> (model, tokenizer, Replica)."""
-    need(CKPT, "CKPT is empty: name a checkpoint directory")
-    need_devices("TARGET_DEVICES", TARGET_DEVICES[:1])
+    require(CKPT, "CKPT is empty: name a checkpoint directory")
+    require_devices("TARGET_DEVICES", TARGET_DEVICES[:1])
     config, weights = drafter_in("CKPT")
     target_files.load_config(TARGET)  # a TARGET that isn't there is said before its tokenizer is missed
     globals().update(BLOCK_SIZE=config.block_size, COMPILE=False)
     tokenizer, model = target_files.load_tokenizer(TARGET), load_target(TARGET_DEVICES[0])
     here = model.config.get_text_config().hidden_size, len(model.get_decoder().layers)
     there = config.hidden_size, config.num_target_layers
-    need(here == there, f"CKPT = {CKPT} is for hidden size and layers {there}, TARGET = {TARGET} has {here}")
+    require(here == there, f"CKPT = {CKPT} is for hidden size and layers {there}, TARGET = {TARGET} has {here}")
     w = Replica(0, config, model.device, model.get_input_embeddings(), target_files.head_of(model), weights,
                 trains=False)
     w.drafter.eval()
@@ -1118,7 +1118,7 @@ def evaluate_checkpoint():
 
 def generate():
     """`generate CKPT=... PROMPT=...`: one prompt, plain greedy beside speculative. -> exit code."""
-    need(PROMPT.strip(), "PROMPT is empty: give the user's words")
+    require(PROMPT.strip(), "PROMPT is empty: give the user's words")
     model, tokenizer, w = open_checkpoint()
     ids = decoding.prompt_ids(TARGET, tokenizer, PROMPT, model.device, CHAT_TEMPLATE_KWARGS)
     stop = decoding.prepare_decoding(model, tokenizer)
@@ -1127,7 +1127,7 @@ def generate():
     plain_rate, rate = (len(x) / s for x, s in zip((plain, answer), seconds))
     equal = f"not compared, TEMPERATURE = {TEMPERATURE}"
     if TEMPERATURE == 0:
-        equal = torch.equal(plain, answer) or decoding.where_they_part(model, ids, plain, answer)
+        equal = torch.equal(plain, answer) or decoding.explain_mismatch(model, ids, plain, answer)
     print(f"prompt: {PROMPT}\nplain greedy ({plain_rate:.1f} tokens/s): {tokenizer.decode(plain)}\n"
           f"speculative ({rate:.1f} tokens/s, {sum(produced) / max(1, len(produced)):.2f} tokens a pass): "
           f"{tokenizer.decode(answer)}\nequal: {equal}")
@@ -1136,7 +1136,7 @@ def generate():
 
 def inspect(*words):
     """`inspect DATA=... [N]`: what the data chapter makes of the files, and N conversations. -> exit code."""
-    need(len(words) <= 1 and all(w.isdecimal() for w in words),
+    require(len(words) <= 1 and all(w.isdecimal() for w in words),
          f"inspect {' '.join(words)}: beside NAME=VALUE it takes one number, of conversations to show")
     vocab = target_files.load_config(TARGET).get_text_config().vocab_size
     tokenizer = target_files.load_tokenizer(TARGET)
@@ -1164,10 +1164,10 @@ def main(argv):
     if {"-h", "--help"} & set(argv):
         return print(__doc__) or 0
     try:
-        one_of("mode", mode, MODES)
+        require_one_of("mode", mode, MODES)
         if mode == "demo":
             for name, value in DEMO.items():
-                one_of("a name in DEMO", name, CONSTANTS)
+                require_one_of("a name in DEMO", name, CONSTANTS)
                 globals()[name] = value
         words = [word for word in rest if mode == "inspect" and "=" not in word]
         override(word for word in rest if word not in words)

@@ -277,7 +277,7 @@ def in_threads(run, workers):
                 Meter([w.device]).wait()
                 marks.append((time.perf_counter(), run.reduce_watch.take() if w.index == 0 else 0.0))
             run.step(w, i)
-    threads = [threading.Thread(target=run.guarded, args=(drafter, w)) for w in workers]
+    threads = [threading.Thread(target=run.run_guarded, args=(drafter, w)) for w in workers]
     for do in (threading.Thread.start, threading.Thread.join):
         [do(t) for t in threads]
     if run.error:

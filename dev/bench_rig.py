@@ -236,7 +236,7 @@ class Steps(td.Run):
         self.replicas, self.items, self.direct, self.link_ms = replicas, items, direct, link_ms
         self.last, self.horizon, self.bad_pairs = 10**6, 10**6, frozenset()
 
-    def say(self, text):
+    def log(self, text):
         """The bench prints its own lines."""
 
     def average(self, step):

@@ -81,19 +81,19 @@ def value_of(text, kind):
 
 
 def override(words):
-    def need(ok, text):
+    def require(ok, text):
         if not ok:
             raise SystemExit(f"compile_race: {text}")
     for name, equals, text in (word.partition("=") for word in words):
-        need(equals and name in SETTINGS, f"unknown setting {name!r}; there are {', '.join(SETTINGS)}")
+        require(equals and name in SETTINGS, f"unknown setting {name!r}; there are {', '.join(SETTINGS)}")
         kind = type(globals()[name])
         globals()[name] = value_of(text, kind)
-        need(globals()[name] is not None, f"{name}={text}: expected {kind.__name__}")
+        require(globals()[name] is not None, f"{name}={text}: expected {kind.__name__}")
     gpus = {f"cuda:{i}" for i in range(torch.cuda.device_count())}
-    need(DEVICES and set(DEVICES) in ({"cpu"}, gpus & set(DEVICES)), f"DEVICES={DEVICES}: cpu, or of {gpus}")
-    need(FIXES and set(FIXES) <= set(meaning), f"FIXES={FIXES}: some of {', '.join(meaning)}")
-    need(0 <= NEW_LENGTH_AT < STEPS, f"NEW_LENGTH_AT={NEW_LENGTH_AT}: 0 (never) or less than STEPS={STEPS}")
-    need(LOSS_FORM in ("checkpoint", "fused"), f"LOSS_FORM={LOSS_FORM}: checkpoint or fused")
+    require(DEVICES and set(DEVICES) in ({"cpu"}, gpus & set(DEVICES)), f"DEVICES={DEVICES}: cpu, or of {gpus}")
+    require(FIXES and set(FIXES) <= set(meaning), f"FIXES={FIXES}: some of {', '.join(meaning)}")
+    require(0 <= NEW_LENGTH_AT < STEPS, f"NEW_LENGTH_AT={NEW_LENGTH_AT}: 0 (never) or less than STEPS={STEPS}")
+    require(LOSS_FORM in ("checkpoint", "fused"), f"LOSS_FORM={LOSS_FORM}: checkpoint or fused")
 
 
 # --------------------------------------------------------------------------------------- child: one cold run

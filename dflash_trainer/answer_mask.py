@@ -7,7 +7,7 @@ import re
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from dflash_trainer.chat_lines import REASONING, BadRow
+from dflash_trainer.chat_lines import REASONING, BadLine
 from dflash_trainer.errors import UserError
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # around sentinels: Unicode noncharacters, meant for a program's own use
@@ -21,7 +21,7 @@ def render_chat(tokenizer, messages, tools, template_kwargs, prompt=False):
         return tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **template_kwargs)
     except Exception as e:
-        raise BadRow(f"chat template: {(str(e).strip() or type(e).__name__).splitlines()[0][:200]}") from None
+        raise BadLine(f"chat template: {(str(e).strip() or type(e).__name__).splitlines()[0][:200]}") from None
 
 
 def supervise(tokenizer, messages, tools, template_kwargs, cut):
@@ -35,14 +35,14 @@ def supervise(tokenizer, messages, tools, template_kwargs, cut):
         raise UserError("TARGET: has no tokenizer with a chat template; input_ids + loss_mask rows need none")
     final = render_chat(tokenizer, messages, tools, template_kwargs)
     if OPEN in final or CLOSE in final:
-        raise BadRow("mask: the text holds U+FDD0 or U+FDD1, which mark answers here")
+        raise BadLine("mask: the text holds U+FDD0 or U+FDD1, which mark answers here")
     called = [call["function"]["name"] for m in messages for call in m.get("tool_calls", ())]
     if not all(name in final for name in called):
-        raise BadRow("the chat template leaves tool calls out")
+        raise BadLine("the chat template leaves tool calls out")
     try:
         final.encode()
     except UnicodeEncodeError:
-        raise BadRow("half of a surrogate pair in the text") from None
+        raise BadLine("half of a surrogate pair in the text") from None
     template = tokenizer.get_chat_template(None, tools)
     special = special_tokens(tokenizer)
     if re.search(r"\{%-?\s*generation\s*-?%\}", template):
@@ -75,7 +75,7 @@ def tokens_of(tokenizer, final, spans):
         # an end of turn may swallow the newline after it (rstrip), so only its beginning counts
         turn[(begin >= start) & (begin < turn_end) & ((end <= text_end) | (begin >= text_end))] = t
         if not (turn == t).any():
-            raise BadRow("mask: an answer that lies inside one token of the template")
+            raise BadLine("mask: an answer that lies inside one token of the template")
     return ids, turn
 
 
@@ -98,7 +98,7 @@ def tagged_spans(tokenizer, template, messages, tools, template_kwargs, special,
         elif text:
             spans.append((turn, start, b, b))
     if not spans or said[-1]["content"].split(">")[-1].strip() not in "".join(final[a:b] for a, b in tagged):
-        raise BadRow("mask: the last answer is not between the template's generation tags")
+        raise BadLine("mask: the last answer is not between the template's generation tags")
     return [*spans[:-1], (*spans[-1][:3], spans[-1][2])] if cut else spans
 
 
@@ -146,12 +146,12 @@ def align(final, parts, texts):
     for n, part in enumerate(parts):
         text = texts[int(part)] if n % 2 else part
         if not final.startswith(text, at):
-            raise BadRow("mask: the template rewrites an answer in a way that can't be followed")
+            raise BadLine("mask: the template rewrites an answer in a way that can't be followed")
         if n % 2:
             spans.append((at, at + len(text)))
         at += len(text)
     if at != len(final):
-        raise BadRow("mask: the template adds text that depends on the answer")
+        raise BadLine("mask: the template adds text that depends on the answer")
     return spans
 
 
@@ -173,7 +173,7 @@ def skeleton_spans(tokenizer, template, messages, tools, template_kwargs, specia
             continue
         first, last = mine[0], mine[-1]
         if any(owner[t] != m for t in order[first:last + 1]):
-            raise BadRow("mask: other text inside an answer")
+            raise BadLine("mask: other text inside an answer")
         start = places[first][0] - produced_before(parts, first, split, m, says_empty_block(messages[m]))
         ends = 0, 0
         if not (cut and m == answers[-1]):
@@ -194,7 +194,7 @@ def produced_before(parts, first, split, m, said_itself):
         prompt = prompt[:prompt.index(probe)] if probe in prompt else [""]
         prompt[-1] = EMPTY_BLOCK.sub("", prompt[-1]).rstrip(" ")  # a blank begins a SentencePiece token
     if parts[:2 * first][-1:] != prompt[:-1][-1:]:
-        raise BadRow("mask: the text before an answer depends on what follows it")
+        raise BadLine("mask: the text before an answer depends on what follows it")
     common = shared(before, prompt[-1])
     for block in EMPTY_BLOCK.finditer(before):
         if not said_itself and block.end() > common:
@@ -216,17 +216,17 @@ def end_of_turn(parts, last, closed, special, is_name):
     after, sentinel = parts[2 * last + 2], parts[2 * last + 1]
     same = [n for n in range(1, len(closed), 2) if closed[n] == sentinel]
     if not same or same[0] + 2 != len(closed):
-        raise BadRow("mask: an answer's end is not where its turn ends")
+        raise BadLine("mask: an answer's end is not where its turn ends")
     closing, skip = closed[-1], len(closed[-1]) - len(closed[-1].lstrip())
     found = list(special.finditer(closing))
     if not found:  # no token of its own: the words of the template that close a turn, without white space
         closing = closing.rstrip()
         if not after.startswith(closing):
-            raise BadRow("mask: the end of an answer depends on what follows it")
+            raise BadLine("mask: the end of an answer depends on what follows it")
         return 0, len(closing)
     # text is closed at once; a tool's name is followed by arguments and markers first
     at = found[0].start() if found[0].start() == skip and not is_name else found[-1].start()
     closer = special.match(after, at)
     if not closer or after[:at] != closing[:at]:
-        raise BadRow("mask: the end of an answer depends on what follows it")
+        raise BadLine("mask: the end of an answer depends on what follows it")
     return at, closer.end()

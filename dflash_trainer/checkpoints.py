@@ -24,7 +24,7 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_trainer.errors import UserError, need, refusing
+from dflash_trainer.errors import UserError, require, user_error_on
 from dflash_trainer.workers import start_thread
 from model_drafter import DrafterConfig
 
@@ -183,22 +183,22 @@ def find_checkpoint(out, resume):
     found, latest = step_directories(out), (out / "latest").resolve()
     held = found or (out / "metrics.jsonl").exists()
     if resume not in ("auto", "no"):
-        need(not held or Path(resume).resolve().parent == out.resolve(),
+        require(not held or Path(resume).resolve().parent == out.resolve(),
              f"RESUME = {resume}, but OUT = {out} holds another run: choose another OUT, or RESUME=auto")
-        with refusing(f'RESUME = {resume}: neither "auto" nor "no" nor a complete checkpoint', ValueError):
+        with user_error_on(f'RESUME = {resume}: neither "auto" nor "no" nor a complete checkpoint', ValueError):
             return Path(resume), *read_checkpoint(Path(resume))
     for link in (out / "latest", out / "best"):
-        need(link.is_symlink() or not link.exists(), f"OUT = {out}: {link} is no symlink (a copy?): move it")
+        require(link.is_symlink() or not link.exists(), f"OUT = {out}: {link} is no symlink (a copy?): move it")
     # newer ones were left behind by a run that went back to it; a link that leads elsewhere says nothing
     found = found[next((i for i, p in enumerate(found) if p.resolve() == latest), 0):]
-    need(resume == "auto" or not held,
+    require(resume == "auto" or not held,
          f"RESUME = no, but OUT = {out} holds a run already: choose another OUT, or RESUME=auto")
     for path in found:
         try:
             return path, *read_checkpoint(path)
         except ValueError as e:
             print(f"checkpoint {path} is damaged ({e}): using the one before it")
-    need(not found, f"OUT = {out}: its {len(found)} checkpoints are all damaged; move them to start anew")
+    require(not found, f"OUT = {out}: its {len(found)} checkpoints are all damaged; move them to start anew")
     return None
 
 
@@ -220,7 +220,7 @@ class Saver:
     def start(self, step, state, *rest):
         """state(): the copy to host memory, made when the last one is on the disk."""
         self.wait()
-        self.thread = start_thread("saver", self.run.guarded, self.save, step, state(), *rest, daemon=False)
+        self.thread = start_thread("saver", self.run.run_guarded, self.save, step, state(), *rest, daemon=False)
 
     def save(self, *what):
         with self.run.slow():
@@ -229,20 +229,20 @@ class Saver:
     def write(self, step, state, info, best):
         out = self.run.out
         try:
-            self.run.lines.need_written()  # a run that resumes here must find every line up to here
+            self.run.lines.require_written()  # a run that resumes here must find every line up to here
             final = write_checkpoint(out, step, self.run.config, state, info)
             point(out / "latest", final)
             if best:
                 point(out / "best", final)
             self.failed = None
             self.rotate(step)
-            self.run.say(f"saved {final}" + (" (best)" if best else ""))
+            self.run.log(f"saved {final}" + (" (best)" if best else ""))
         except (OSError, safetensors.SafetensorError) as e:
             self.failed = f"checkpoint of step {step} could not be written: {e}"
             shutil.rmtree(out / f".part_step_{step:08d}", ignore_errors=True)
             if best:  # the best that there is
                 self.run.kept["best"] = best_of(out)
-            self.run.say(f"WARNING: {self.failed}; training goes on, the next save tries again")
+            self.run.log(f"WARNING: {self.failed}; training goes on, the next save tries again")
 
     def rotate(self, step):
         """The newest up to `step` and the best stay; newer ones are damaged or of a line that was left."""
@@ -257,7 +257,7 @@ class Saver:
         """A step that is on the disk already is the best so far."""
         path = self.run.out / f"step_{step:08d}"
         if path.is_dir():  # RESUME may name another folder's
-            with refusing(f"OUT = {self.run.out}: can't be written", OSError):
+            with user_error_on(f"OUT = {self.run.out}: can't be written", OSError):
                 point(self.run.out / "best", path)
 
     def wait(self):
@@ -308,7 +308,7 @@ class Lines:
                     print(f"WARNING: {self.out / name}: {e}; its lines wait in memory for room", flush=True)
                 return e
 
-    def need_written(self):
+    def require_written(self):
         for error in filter(None, [self.append(name) for name in list(self.waiting)]):
             raise error
 
@@ -333,7 +333,7 @@ def truncate_lines(out, step, evaluated=None):
 
     for path in filter(Path.exists, (out / "metrics.jsonl", out / "bad_steps.jsonl")):
         lines = [x for x in path.read_text(errors="replace").splitlines() if stays(x)]
-        with refusing(f"OUT = {out}: can't be written", OSError):
+        with user_error_on(f"OUT = {out}: can't be written", OSError):
             path.with_suffix(".new").write_text("".join(x + "\n" for x in lines))
             os.replace(path.with_suffix(".new"), path)
 
@@ -341,7 +341,7 @@ def truncate_lines(out, step, evaluated=None):
 @contextmanager
 def only_run_in(out, clear=False):
     """Two runs never share one OUT. clear: what an earlier one left there goes."""
-    with refusing(f"OUT = {out}: not a directory that can be written", OSError):
+    with user_error_on(f"OUT = {out}: not a directory that can be written", OSError):
         out.mkdir(parents=True, exist_ok=True)
         lock = open(out / ".lock", "a+")
     with lock:
@@ -351,7 +351,7 @@ def only_run_in(out, clear=False):
             lock.seek(0)
             owner = lock.read().strip() or "unknown"
             raise UserError(f"OUT = {out} is in use by another run (process {owner})") from None
-        with refusing(f"OUT = {out}: can't be written", OSError):
+        with user_error_on(f"OUT = {out}: can't be written", OSError):
             lock.truncate(0)
             lock.write(str(os.getpid()))
             lock.flush()

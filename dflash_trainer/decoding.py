@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from dflash_trainer.errors import need
+from dflash_trainer.errors import require
 from dflash_trainer.features import Taps
 from flex_utils import dense_mask
 from model_drafter import layer_masks
@@ -150,7 +150,7 @@ def speculative_generate(drafter, embed, head, target, layers, input_ids, max_ne
 
 def prompt_ids(target, tokenizer, text, device, template_kwargs):
     """-> (1, T) token ids of a user's turn, up to where the answer begins."""
-    need(getattr(tokenizer, "chat_template", None),
+    require(getattr(tokenizer, "chat_template", None),
          f"TARGET = {target} has no tokenizer with a chat template")
     return tokenizer.apply_chat_template(
         [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt",
@@ -184,7 +184,7 @@ def decode_both_ways(model, w, ids, stop, max_new_tokens, temperature, seed):
 
 
 @torch.no_grad()
-def where_they_part(model, ids, plain, answer):
+def explain_mismatch(model, ids, plain, answer):
     """Two greedy answers that differ: blocks and single tokens run other kernels, which round differently."""
     n = next((i for i, (a, b) in enumerate(zip(plain, answer)) if a != b), min(len(plain), len(answer)))
     if n == min(len(plain), len(answer)):

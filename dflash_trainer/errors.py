@@ -13,7 +13,7 @@ class UserError(Exception):
     """A setting or file that can't work: printed as one line, no traceback."""
 
 
-def need(ok, text):
+def require(ok, text):
     if not ok:
         raise UserError(text)
 
@@ -23,7 +23,7 @@ def first_line(error):
 
 
 @contextmanager
-def refusing(text, *kinds):
+def user_error_on(text, *kinds):
     """Exceptions of these kinds become a UserError."""
     try:
         yield

@@ -51,8 +51,8 @@ class TappedForward:
     A decoder with more to it, or one that waits for its device, runs eagerly and says so.
     """
 
-    def __init__(self, decoder, ids, say=print):
-        self.decoder, self.taps, self.say = decoder, Taps(decoder.layers, ids), say
+    def __init__(self, decoder, ids, log=print):
+        self.decoder, self.taps, self.log = decoder, Taps(decoder.layers, ids), log
         self.layers = decoder.layers[:max(ids) + 1]
         self.graphs, self.refused = {}, False  # shape -> what capture() returns; no more of them
         self.stream = self.pool = None  # of the captures
@@ -106,7 +106,7 @@ class TappedForward:
             self.refused = True
             self.graphs.pop(ids.shape, None)
             self.taps.caught.clear()
-            self.say(f"target on {ids.device}: no CUDA graph of {tuple(ids.shape)} tokens or of a shape to "
+            self.log(f"target on {ids.device}: no CUDA graph of {tuple(ids.shape)} tokens or of a shape to "
                      f"come, their kernels are launched one by one: {reason}")
         return expected
 

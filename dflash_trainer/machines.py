@@ -14,7 +14,7 @@ from dflash_trainer.errors import UserError
 
 
 
-class Alone:
+class SingleMachine:
     """One machine: what Machines does, with nobody to do it with."""
     rank, size = 0, 1
 
@@ -24,17 +24,17 @@ class Alone:
     def sum(self, tensors):
         pass
 
-    def from_first(self, make):
+    def broadcast_from_rank0(self, make):
         return make()
 
-    def silent(self):
+    def missing_ranks(self):
         return []
 
-    def leave(self, failed):
+    def shutdown(self, failed):
         pass
 
 
-class Machines(Alone):
+class Cluster(SingleMachine):
     """The processes of one run, one a machine, as torchrun starts them (RANK, WORLD_SIZE, MASTER_ADDR, ...).
 
     Its calls are collectives: one thread at a time, in the same order on every machine. Host values go over
@@ -54,9 +54,9 @@ class Machines(Alone):
                             f"{str(e).splitlines()[0]}") from None
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.heard = [time.monotonic()] * self.size
-        threading.Thread(target=self.beat, name="beat", daemon=True).start()
+        threading.Thread(target=self.heartbeat, name="beat", daemon=True).start()
 
-    def beat(self):
+    def heartbeat(self):
         """Every second: one more on this rank's count in the store, and a look at the others' counts."""
         counts = [0] * self.size
         with suppress(RuntimeError):  # the store went with machine 0
@@ -67,7 +67,7 @@ class Machines(Alone):
                         counts[r], self.heard[r] = count, time.monotonic()
                 time.sleep(1)
 
-    def silent(self):
+    def missing_ranks(self):
         """Ranks whose count stands still; machine 0 where its store doesn't answer at all."""
         late = [r for r, heard in enumerate(self.heard) if time.monotonic() - heard > 3]
         return [0] if self.rank in late else late
@@ -78,7 +78,7 @@ class Machines(Alone):
             yield
         except RuntimeError as e:
             time.sleep(4)  # by then the dead have missed a beat
-            who = ", ".join(f"machine (rank {r})" for r in self.silent()) or "a machine, all are heard of,"
+            who = ", ".join(f"machine (rank {r})" for r in self.missing_ranks()) or "a machine, all are heard of,"
             raise UserError(f"{who} left the run: {str(e).splitlines()[0]}") from None
 
     def gather(self, value):
@@ -94,7 +94,7 @@ class Machines(Alone):
             for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
                 work.wait()  # NCCL: the stream waits, not the host
 
-    def from_first(self, make):
+    def broadcast_from_rank0(self, make):
         """make() of machine 0 on every machine: (what pickles, {name: host tensor})."""
         value, tensors = make() if self.rank == 0 else (None, {})
         value, forms = self.gather((value, {n: (t.shape, t.dtype) for n, t in tensors.items()}))[0]
@@ -104,7 +104,7 @@ class Machines(Alone):
                 dist.broadcast(tensor, 0)
         return value, tensors
 
-    def leave(self, failed):
+    def shutdown(self, failed):
         """All together; after a failure at once, for NCCL may wait for the dead for ever."""
         if failed:
             sys.stdout.flush()

@@ -20,7 +20,7 @@ class Row(NamedTuple):
     pos: np.ndarray        # int64 (S,) position within the conversation
     doc: np.ndarray        # int32 (S,) conversation number in the row, -1 for padding
     turn: np.ndarray       # int32 (S,)
-    doc_start: np.ndarray  # int64 (S,) where the token's conversation starts in the row
+    conversation_start: np.ndarray  # int64 (S,) where the token's conversation starts in the row
     run_length: np.ndarray  # int64 (S,) how many next positions are supervised: run_length()
     lengths: list          # of the row's conversations, in order
     sources: list          # str each
@@ -58,13 +58,13 @@ def make_row(conversations, members, seq_len, index):
     taken = [conversations[m] for m in members]
     lengths = [len(c.ids) for c in taken]
     starts, used = np.cumsum([0, *lengths[:-1]]), sum(lengths)
-    ids, pos, turn, doc_start = (np.zeros(seq_len, kind) for kind in (np.int64, np.int64, np.int32, np.int64))
+    ids, pos, turn, conversation_start = (np.zeros(seq_len, kind) for kind in (np.int64, np.int64, np.int32, np.int64))
     doc = np.full(seq_len, -1, np.int32)
     ids[:used], turn[:used] = np.concatenate([c.ids for c in taken]), np.concatenate([c.turn for c in taken])
-    doc[:used], doc_start[:used] = np.repeat(np.arange(len(taken)), lengths), np.repeat(starts, lengths)
-    pos[:used] = np.arange(used) - doc_start[:used]
+    doc[:used], conversation_start[:used] = np.repeat(np.arange(len(taken)), lengths), np.repeat(starts, lengths)
+    pos[:used] = np.arange(used) - conversation_start[:used]
     sources = [c.source for c in taken]
-    return Row(ids, pos, doc, turn, doc_start, run_length(turn, doc), lengths, sources, index)
+    return Row(ids, pos, doc, turn, conversation_start, run_length(turn, doc), lengths, sources, index)
 
 
 def run_length(turn, doc):

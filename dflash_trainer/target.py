@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file
 
-from dflash_trainer.errors import first_line, need, refusing
+from dflash_trainer.errors import first_line, require, user_error_on
 from dflash_trainer.features import Taps
 from dflash_trainer.token_cache import render
 from model_drafter import DrafterConfig, Head
@@ -38,23 +38,23 @@ KERNELS = (  # package, module, function, and what its absence costs
 KNOWN_MASK_IDS = dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), 248070)
 
 
-def path_of(target):
+def model_path(target):
     return target.removeprefix("random:")
 
 
 def load_config(target):
-    need(Path(path_of(target)).is_dir() or not Path(path_of(target)).is_absolute(),
+    require(Path(model_path(target)).is_dir() or not Path(model_path(target)).is_absolute(),
          f"TARGET = {target}: no such directory")
-    what = "not a model that transformers can read" if Path(path_of(target)).is_dir() else (
+    what = "not a model that transformers can read" if Path(model_path(target)).is_dir() else (
         "not a directory here, and can't be downloaded (is this machine offline? is HF_HUB_OFFLINE set? "
         "a gated model needs its licence accepted on its page, then `hf auth login`)")
-    with refusing(f"TARGET = {target}: {what}", OSError, ValueError):
-        return AutoConfig.from_pretrained(path_of(target))
+    with user_error_on(f"TARGET = {target}: {what}", OSError, ValueError):
+        return AutoConfig.from_pretrained(model_path(target))
 
 
 def load_tokenizer(target):
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path_of(target))
+        tokenizer = AutoTokenizer.from_pretrained(model_path(target))
         if tokenizer.vocab_size > 1:  # transformers 5 makes an empty one where there is no file
             return tokenizer
         raise OSError("its vocabulary is empty")
@@ -71,7 +71,7 @@ def taps_of(wanted, n_layers):
     else:  # the last layer's output is read after the final norm when served
         ids = tuple(wanted)
         text = f"TARGET_LAYER_IDS = {list(ids)}: must rise within 0..{n_layers - 2}, of {n_layers} layers"
-    need(ids and sorted(set(ids)) == list(ids) and ids[0] >= 0 and ids[-1] <= n_layers - 2, text)
+    require(ids and sorted(set(ids)) == list(ids) and ids[0] >= 0 and ids[-1] <= n_layers - 2, text)
     return ids
 
 
@@ -82,8 +82,8 @@ def mask_token(wanted, target, config, tokenizer):
     eos = text.eos_token_id if isinstance(text.eos_token_id, (list, tuple)) else [text.eos_token_id]
     taken = {*eos, text.bos_token_id, getattr(tokenizer, "eos_token_id", None)} - {None}
     if wanted is not None:
-        need(0 <= wanted < vocab, f"MASK_TOKEN_ID = {wanted}: outside the vocabulary of {vocab}")
-        need(wanted not in taken, f"MASK_TOKEN_ID = {wanted}: is the target's bos or eos, of {sorted(taken)}")
+        require(0 <= wanted < vocab, f"MASK_TOKEN_ID = {wanted}: outside the vocabulary of {vocab}")
+        require(wanted not in taken, f"MASK_TOKEN_ID = {wanted}: is the target's bos or eos, of {sorted(taken)}")
         return wanted
     if KNOWN_MASK_IDS.get(config.model_type, vocab) < vocab:
         return KNOWN_MASK_IDS[config.model_type]
@@ -94,7 +94,7 @@ def mask_token(wanted, target, config, tokenizer):
         free = [i for i, t in sorted(tokenizer.added_tokens_decoder.items())
                 if t.special and i not in taken and t.content not in template and i < vocab]
         free += range(max(len(tokenizer), 1), vocab)  # rows of the embedding that no token has
-    need(free, f"MASK_TOKEN_ID = None: {target} has no unused token; name an id below {vocab}")
+    require(free, f"MASK_TOKEN_ID = None: {target} has no unused token; name an id below {vocab}")
     return free[0]
 
 
@@ -137,7 +137,7 @@ def load_model(target, device, dtype, seed, tick=lambda: None):
     """The whole frozen target on `device`. In the main thread, before any other exists: concurrent
     from_pretrained calls leave meta tensors and a wrong default dtype behind in silence."""
     config = load_config(target)
-    if path_of(target) != target:
+    if model_path(target) != target:
         torch.manual_seed(seed)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -154,7 +154,7 @@ def from_files(target, config, device, dtype, tick):
     if quantised := getattr(config, "quantization_config", None):
         method = quantised["quant_method"] if isinstance(quantised, dict) else quantised.quant_method
         what, options = f"{what} (quantised: {method})", {"device_map": {"": device}}
-    with refusing(f"{what}: weights can't be loaded", OSError, ValueError, ImportError, RuntimeError,
+    with user_error_on(f"{what}: weights can't be loaded", OSError, ValueError, ImportError, RuntimeError,
                   safetensors.SafetensorError):
         model, info = AutoModelForCausalLM.from_pretrained(
             target, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options)
@@ -171,9 +171,9 @@ def check_weights(what, model, info, names):
     for kind, fault in (("missing_keys", "missing"), ("mismatched_keys", "of another shape"),
                         ("unexpected_keys", "not known to this model")):
         wrong = sorted(str(k) for k in info.get(kind, ()) if not OTHER_PART.search(str(k)))
-        need(not wrong, f"{what}: weights that are {fault}: {len(wrong)}: {', '.join(wrong[:5])}")
+        require(not wrong, f"{what}: weights that are {fault}: {len(wrong)}: {', '.join(wrong[:5])}")
     odd = {type(p).__name__ for p in model.parameters()} - {"Parameter"}
-    need(not odd, f"{what}: weights of class {', '.join(odd)} can't be copied to other devices")
+    require(not odd, f"{what}: weights of class {', '.join(odd)} can't be copied to other devices")
     others = Counter(m[2] for m in map(OTHER_PART.search, names) if m)
     if others:
         parts = ", ".join(f"{part}.* ({n} weights)" for part, n in others.items())
@@ -198,7 +198,7 @@ def head_of(model):
 
 
 @torch.no_grad()
-def prove(target, model, config, conversations, tokenizer):
+def verify_target(target, model, config, conversations, tokenizer):
     """Start-up proof on a few real conversations, with the whole first replica: taps, head, labels."""
     decoder, device, agree, labels = model.get_decoder(), model.device, 0, 0
     ids_of_taps = list(config.target_layer_ids)
@@ -206,11 +206,11 @@ def prove(target, model, config, conversations, tokenizer):
     for c in (conversations[i] for i in range(min(8, len(conversations)))):
         ids = torch.from_numpy(c.ids.astype(np.int64))[None].to(device)
         out = model(ids, output_hidden_states=True, use_cache=False)
-        need(torch.equal(taps.collect(), torch.cat([out.hidden_states[i + 1] for i in ids_of_taps], -1)),
+        require(torch.equal(taps.collect(), torch.cat([out.hidden_states[i + 1] for i in ids_of_taps], -1)),
              f"TARGET = {target}: hooks on layers {ids_of_taps} don't give output_hidden_states[i + 1]")
         logits = out.logits.float()
         off = (head(out.hidden_states[-1]).float() - logits).abs().max().item()
-        need(not off > 0.05 * logits.abs().max().item(),
+        require(not off > 0.05 * logits.abs().max().item(),
              f"TARGET = {target}: it scales its logits, the head alone is off by {off:.3g}")
         supervised = torch.from_numpy(c.turn[1:] > 0).to(device)
         agree += int(((out.logits[0, :-1].argmax(-1) == ids[0, 1:]) & supervised).sum())
@@ -227,7 +227,7 @@ def prove(target, model, config, conversations, tokenizer):
         print(f"first conversation, supervised tokens between ⟦ ⟧:\n{text}")
 
 
-def fast_path(decoder):
+def report_kernels(decoder):
     """One line for targets with linear-attention layers: transformers binds what it could import to functions
     of the modeling file, in a closure (5.17, 5.24) or as they are (before)."""
     layer = next((m for m in decoder.modules() if type(m).__name__.endswith("GatedDeltaNet")), None)

@@ -28,8 +28,8 @@ import transformers
 from tqdm import tqdm
 
 from dflash_trainer.answer_mask import supervise
-from dflash_trainer.chat_lines import BadRow, load_json, parse_line
-from dflash_trainer.errors import UserError, refusing
+from dflash_trainer.chat_lines import BadLine, load_json, parse_line
+from dflash_trainer.errors import UserError, user_error_on
 
 DATA_VERSION = 2       # raise it when a change below changes any token or turn: caches are made anew
 SMALL_FILE = 16 << 20  # bytes; smaller files are known by their content
@@ -50,7 +50,7 @@ def unreadable(error):
 
 def resolve_files(spec, what="DATA"):
     """files_of, for which what can't be read is a UserError."""
-    with refusing(f"{what} = {spec}: can't be read", OSError):
+    with user_error_on(f"{what} = {spec}: can't be read", OSError):
         files = files_of(spec, what)
         for path in files:
             open(path).close()
@@ -118,7 +118,7 @@ def tokenise_line(line, settings):
     if "input_ids" in row:
         outside = [i for i in row["input_ids"] if not 0 <= i < settings.vocab]
         if outside:
-            raise BadRow(f"token id {outside[0]} is outside the vocabulary of {settings.vocab}")
+            raise BadLine(f"token id {outside[0]} is outside the vocabulary of {settings.vocab}")
         ids, mask = np.array(row["input_ids"], np.int32), np.array(row["loss_mask"], bool)
         turn = np.cumsum(mask & ~np.concatenate([[False], mask[:-1]])) * mask
     else:
@@ -126,7 +126,7 @@ def tokenise_line(line, settings):
         ids, turn = supervise(settings.tokenizer, *chat, cut)
     ids, turn = ids[:settings.seq_len], turn[:settings.seq_len]
     if turn.max(initial=0) > np.iinfo(np.int16).max:
-        raise BadRow(f"{turn.max()} assistant turns")
+        raise BadLine(f"{turn.max()} assistant turns")
     thin = not ((turn[:-1] > 0) & (turn[:-1] == turn[1:])).any()
     return None if thin else Conversation(ids, turn.astype(np.int16), row["source"], cut)
 
@@ -137,7 +137,7 @@ def tokenise_lines(chunk, settings):
     for file, number, line in chunk:
         try:
             done.append(tokenise_line(line, settings))
-        except BadRow as e:
+        except BadLine as e:
             bad.append({"file": file, "line": number, "reason": str(e)})
     used = [c for c in done if c is not None]
     return used, bad, len(done) - len(used)

@@ -25,7 +25,7 @@ class Stopped(Exception):
 SLOW = 8  # times STALL_S: how long loading or saving may take
 
 
-class Crew:
+class Workers:
     """Worker threads that end together: the first failure is the run's, and ends every wait of the others."""
 
     def __init__(self, n_meeting):
@@ -63,14 +63,14 @@ class Crew:
             except not_yet:
                 pass
 
-    def meet(self, leads, action):
+    def at_barrier(self, leads, action):
         """All meeting threads arrive; the one that leads does `action`; all go on."""
         self.barrier.wait()
         if leads:
             action()
         self.barrier.wait()
 
-    def guarded(self, work, *args):
+    def run_guarded(self, work, *args):
         """A worker's outermost call: whatever it raises becomes the run's failure, with its traceback."""
         try:
             work(*args)

@@ -3,9 +3,9 @@
     random_target() / plus_one_target()   directories for transformers: a Llama, tokenizer, chat template
     tiny_config()                         sizes of a drafter that needs no target
     data_file()                           JSONL of token ids that go up by one
-    train() / mode()                      main(argv) in this process; constants are set back, no thread left
+    train() / run_main()                      main(argv) in this process; constants are set back, no thread left
     start() / Child                       main(argv) in a child of a server that has imported the trainer once
-    fail_at(), poison(), dawdle()         faults put into the trainer from outside
+    fail_at(), put_nan(), delay_calls()         faults put into the trainer from outside
     losses(), weights(), assert_same()    what a run left behind
 """
 import atexit
@@ -176,7 +176,7 @@ def threads(targets, drafters):
 # ------------------------------------------------------------------------------------- runs in this process
 
 
-def mode(*argv):
+def run_main(*argv):
     """main(argv) -> exit code. Constants are set back; a thread left behind is a failure."""
     before = set(threading.enumerate())
     vars(trainer).update(DEFAULTS)
@@ -192,10 +192,10 @@ def mode(*argv):
 
 
 def train(out, **settings):
-    return mode("train", *arguments(out, **settings))
+    return run_main("train", *arguments(out, **settings))
 
 
-def straight(out, **settings):
+def train_ok(out, **settings):
     """A run that has to end well -> its folder."""
     assert train(out, **settings) == 0
     return Path(out)
@@ -284,7 +284,7 @@ def fail_at(patch, where, name, call):
     return died
 
 
-def poison(patch, rows, value=math.nan):
+def put_nan(patch, rows, value=math.nan):
     """Hidden states of these training rows hold one bad number each."""
     inner = trainer.target_features
 
@@ -296,7 +296,7 @@ def poison(patch, rows, value=math.nan):
     patch.setattr(trainer, "target_features", bad)
 
 
-def dawdle(patch, name, seed, where=trainer, before=True):
+def delay_calls(patch, name, seed, where=trainer, before=True):
     """`name` of `where` sleeps for random times, different in every thread."""
     inner, draws = getattr(where, name), {}
 

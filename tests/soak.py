@@ -64,16 +64,16 @@ def say(text):
 
 
 def nan_rows(seed):
-    common.poison(PATCH, BAD_ROWS)
+    common.put_nan(PATCH, BAD_ROWS)
 
 
 def slow_target(seed):
-    common.dawdle(PATCH, "target_features", seed)
+    common.delay_calls(PATCH, "target_features", seed)
 
 
 def slow_disk(seed):
     for name in ("save_file", "checksum", "sync_path"):
-        common.dawdle(PATCH, name, seed, checkpoints)
+        common.delay_calls(PATCH, name, seed, checkpoints)
 
 
 def raise_in(where, name):

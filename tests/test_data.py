@@ -377,7 +377,7 @@ def test_system_turns_and_unicode():
     ]
     for template in (CHATML, TAGGED, QWEN3, LLAMA3, GPT_OSS):
         assert "Привет, 世界 🙂!" in said(template, messages)[1]
-    with pytest.raises(tc.BadRow, match="System role not supported"):
+    with pytest.raises(tc.BadLine, match="System role not supported"):
         said(GEMMA, messages)
 
 
@@ -436,7 +436,7 @@ def test_tool_calls():
         1: '{"name": "get_weather", "parameters": {"city": "Oslo \\"N\\"", "n": 2}}<|eot_id|>',
         2: "It is 3.<|eot_id|>",
     }
-    with pytest.raises(tc.BadRow, match="the chat template leaves tool calls out"):
+    with pytest.raises(tc.BadLine, match="the chat template leaves tool calls out"):
         said(CHATML, messages)
 
 
@@ -681,7 +681,7 @@ any_row = (
         }
     )
 )
-any_line = st.one_of(
+any_line = st.require_one_of(
     any_row.map(lambda v: json.dumps(v).encode()),
     st.binary(max_size=40).map(lambda b: b.replace(b"\n", b"")),
     any_row.map(lambda v: json.dumps(v)[:-2].encode()),
@@ -1034,7 +1034,7 @@ def test_row():
         0,
         0,
     ]  # turns meet at 3 | 4: conversations part them
-    assert row.doc_start.tolist()[:9] == [0, 0, 0, 0, 4, 4, 6, 6, 6]
+    assert row.conversation_start.tolist()[:9] == [0, 0, 0, 0, 4, 4, 6, 6, 6]
     assert rows_module.run_length(row.turn, row.doc).tolist() == [0, 0, 1, 0, 1, 0, 0, 1, 0, 0, 0, 0]
     assert [a.dtype for a in row[:5]] == [np.int64, np.int64, np.int32, np.int32, np.int64]
 

@@ -365,6 +365,6 @@ def test_answers_that_differ_are_told_with_the_targets_own_margin():
     logits = target(torch.cat([prompt, plain[None, :5]], 1)).logits[0, -1]
     margin = (logits[plain[5]] - logits[other[5]]).item()
     assert margin > 0
-    told = decoding.where_they_part(target, prompt, plain, other)
+    told = decoding.explain_mismatch(target, prompt, plain, other)
     assert told.startswith("False, from token 5 on") and f" {margin:.3g} apart, in torch.float32" in told
-    assert "one ends at token 3" in decoding.where_they_part(target, prompt, plain, plain[:3])
+    assert "one ends at token 3" in decoding.explain_mismatch(target, prompt, plain, plain[:3])

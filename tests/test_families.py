@@ -52,7 +52,7 @@ def test_a_family_trains_saves_and_decodes(family, capsys):
     assert common.losses(out)[-1] < common.losses(out)[0]
     logged = common.eval_lines(out)[-1]["tau"]
     capsys.readouterr()
-    assert common.mode("eval", f"CKPT={out / 'latest'}", f"TARGET={target}", f"EVAL_DATA={data}",
+    assert common.run_main("eval", f"CKPT={out / 'latest'}", f"TARGET={target}", f"EVAL_DATA={data}",
                        "TARGET_DEVICES=cpu", "SEQ_LEN=64", "NUM_ANCHORS=8") == 0
     # the file is bf16, the log's drafter fp32: a few argmaxes of a barely trained drafter may differ
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["tau"] == pytest.approx(logged, abs=0.05)

@@ -24,7 +24,7 @@ import common
 import train_dflash as trainer
 from dflash_trainer import checkpoints
 from common import (EOS, VOCAB, assert_same, complete, data_file, eval_lines, fail_at, log_lines, metrics,
-                    metrics_text, no_leftovers, plus_one_target, random_target, scratch, start, straight,
+                    metrics_text, no_leftovers, plus_one_target, random_target, scratch, start, train_ok,
                     threads, train, until, untimed)
 
 SHAPE = dict(ROWS_PER_STEP=2, STEPS=8, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=3)
@@ -32,7 +32,7 @@ SHAPE = dict(ROWS_PER_STEP=2, STEPS=8, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=3)
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    return straight(scratch() / "undisturbed", **SHAPE)
+    return train_ok(scratch() / "undisturbed", **SHAPE)
 
 
 def printed(capfd):
@@ -186,7 +186,7 @@ def test_a_gated_or_unreachable_target_says_what_to_do(tmp_path, monkeypatch, ca
     (["generate", "CKPT={}", "TARGET_DEVICES=cuda:77"], "cuda:77"), (["eval", "CKPT={}/.."], "/../latest")])
 def test_every_mode_checks_its_settings(capfd, undisturbed, argv, wanted):
     mode, *given = (word.format(undisturbed / "latest") for word in argv)
-    assert common.mode(mode, f"TARGET={random_target()}", "TARGET_DEVICES=cpu", *given) == 2
+    assert common.run_main(mode, f"TARGET={random_target()}", "TARGET_DEVICES=cpu", *given) == 2
     one_line(capfd, wanted)
 
 
@@ -196,7 +196,7 @@ def test_generate_needs_a_tokenizer_with_a_template(tmp_path, capfd, undisturbed
     for path in target.glob("*token*" if missing == "tokenizer" else "chat_template*"):
         path.unlink()
     checkpoint = f"CKPT={undisturbed / 'latest'}"
-    assert common.mode("generate", f"TARGET={target}", "TARGET_DEVICES=cpu", checkpoint) == 2
+    assert common.run_main("generate", f"TARGET={target}", "TARGET_DEVICES=cpu", checkpoint) == 2
     one_line(capfd, f"TARGET = {target}", "no tokenizer with a chat template")
 
 
@@ -209,7 +209,7 @@ def test_a_tool_shows_what_it_is_for(tool, tmp_path):
 
 
 def test_an_unknown_mode_is_refused(capfd):
-    assert common.mode("trian") == 2
+    assert common.run_main("trian") == 2
     one_line(capfd, "trian", "train")
 
 
@@ -344,7 +344,7 @@ def test_a_resumed_run_needs_no_room_for_what_it_has(tmp_path, monkeypatch, capf
 
 def test_size_of_a_checkpoint_and_host_memory_are_said(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(checkpoints, "free_memory", lambda: 0.0)
-    straight(tmp_path / "o", STEPS=1, KEEP=3)
+    train_ok(tmp_path / "o", STEPS=1, KEEP=3)
     lines = capfd.readouterr().out.splitlines()
     said, = (x for x in lines if x.startswith("a checkpoint is"))
     assert re.search(r"is \d+\.\d\d GiB, 3 newest and the best are kept \(KEEP\), \d+\.\d\d GiB free", said)
@@ -377,7 +377,7 @@ def test_two_runs_on_one_out_the_second_refuses(tmp_path, capfd):
     finally:
         first.process.kill()
         first.code()
-    straight(tmp_path / "o", **SHAPE)  # the lock dies with its process
+    train_ok(tmp_path / "o", **SHAPE)  # the lock dies with its process
 
 
 def test_a_demo_clears_its_folder_but_not_under_another_run(tmp_path, capsys):
@@ -444,7 +444,7 @@ def signal_at(monkeypatch, number, call, name="micro_step"):
 @pytest.mark.parametrize("drafters", [1, 2])
 def test_a_signal_saves_and_resume_is_exact(tmp_path, monkeypatch, undisturbed, number, code, drafters):
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    base = undisturbed if drafters == 1 else straight(tmp_path / "base", **SHAPE, **threads(2, 2))
+    base = undisturbed if drafters == 1 else train_ok(tmp_path / "base", **SHAPE, **threads(2, 2))
     with monkeypatch.context() as patch:
         signal_at(patch, number, 5)  # a row of step 3: no step at which a save is due
         began = time.monotonic()
@@ -453,7 +453,7 @@ def test_a_signal_saves_and_resume_is_exact(tmp_path, monkeypatch, undisturbed, 
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
     latest = (tmp_path / "o" / "latest").resolve()
     assert latest.name == "step_00000003" and log_lines(tmp_path / "o")[-1]["step"] == 3
-    straight(tmp_path / "o", **SHAPE, **threads(drafters, drafters))
+    train_ok(tmp_path / "o", **SHAPE, **threads(drafters, drafters))
     assert_same(tmp_path / "o" / "latest", base / "latest")
     assert untimed(tmp_path / "o") == untimed(base)
 
@@ -473,13 +473,13 @@ def test_nohup_is_respected(tmp_path, monkeypatch, undisturbed):
 def test_a_signal_in_a_long_evaluation_ends_it(tmp_path, monkeypatch):
     """Step 4's, of 60 rows: it is not waited for, and the resumed run makes it."""
     settings = dict(SHAPE, EVAL_EVERY=4, SAVE_EVERY=100, EVAL_DATA=data_file("eval", 60, 40, seed=1), **threads(2, 2))
-    base = straight(tmp_path / "base", **settings)
+    base = train_ok(tmp_path / "base", **settings)
     with monkeypatch.context() as patch:
         calls = signal_at(patch, signal.SIGTERM, 60 + 20, "evaluate_row")
         assert train(tmp_path / "o", **settings) == 143
     assert 60 + 20 <= calls[0] < 60 + 40
     assert (tmp_path / "o" / "latest").resolve().name == "step_00000004"
-    straight(tmp_path / "o", **settings)
+    train_ok(tmp_path / "o", **settings)
     assert_same(tmp_path / "o" / "latest", base / "latest")
     assert untimed(tmp_path / "o") == untimed(base)
 
@@ -524,7 +524,7 @@ MANY = dict(ROWS_PER_STEP=2, STEPS=40, EVAL_EVERY=7, SAVE_EVERY=1, KEEP=2, LOG_E
 def test_kill_9_at_five_random_instants_changes_nothing(tmp_path):
     """A save is under way nearly all the time; the instants differ between runs, what comes out does not."""
     settings = dict(MANY, **threads(2, 2))
-    base, out, rng = straight(tmp_path / "base", **settings), tmp_path / "o", random.Random(5)
+    base, out, rng = train_ok(tmp_path / "base", **settings), tmp_path / "o", random.Random(5)
     for _ in range(5):
         seen = len(metrics_text(out))
         child = start(out, **settings)
@@ -533,7 +533,7 @@ def test_kill_9_at_five_random_instants_changes_nothing(tmp_path):
         os.kill(child.pid, signal.SIGKILL)
         assert child.code() == -signal.SIGKILL, "the run was over before it was killed"
         complete(out)
-    straight(out, **settings)
+    train_ok(out, **settings)
     assert_same(out / "latest", base / "latest")
     assert untimed(out) == untimed(base)
     no_leftovers(out)
@@ -577,7 +577,7 @@ def test_kill_9_before_any_file_operation_of_a_save(tmp_path, undisturbed):
         out = tmp_path / f"o{i}"
         assert start(out, _kill_at_operation, (which,), **SHAPE).code() == -signal.SIGKILL
         complete(out)
-        straight(out, **SHAPE)
+        train_ok(out, **SHAPE)
         assert_same(out / "latest", undisturbed / "latest")
         assert untimed(out) == untimed(undisturbed)
         no_leftovers(out)
@@ -589,7 +589,7 @@ def test_half_written_checkpoints_of_any_step_are_cleared(tmp_path, capfd, undis
     (out / ".part_step_00000003").mkdir(parents=True)
     (out / ".part_step_00000003" / "trainer.safetensors").write_bytes(b"half")
     capfd.readouterr()
-    straight(out, **SHAPE)
+    train_ok(out, **SHAPE)
     assert ".part_step_00000003 is a save that was cut off" in printed(capfd)
     no_leftovers(out)
 
@@ -619,10 +619,10 @@ DAMAGE = [(truncate, "model.safetensors"), (flip, "model.safetensors"), (flip, "
 
 @pytest.mark.parametrize("damage, name", DAMAGE)
 def test_a_damaged_newest_checkpoint_is_said_and_not_used(tmp_path, capfd, undisturbed, damage, name):
-    out = straight(tmp_path / "o", **SHAPE, STOP_AT=4)
+    out = train_ok(tmp_path / "o", **SHAPE, STOP_AT=4)
     damage(out / "step_00000004" / name)
     capfd.readouterr()
-    straight(out, **SHAPE)
+    train_ok(out, **SHAPE)
     text = printed(capfd)
     assert "step_00000004 is damaged" in text and "resuming from" in text and "step_00000002, step 2" in text
     assert_same(out / "latest", undisturbed / "latest")
@@ -630,7 +630,7 @@ def test_a_damaged_newest_checkpoint_is_said_and_not_used(tmp_path, capfd, undis
 
 
 def test_no_usable_checkpoint_is_an_error_not_a_fresh_start(tmp_path, capfd):
-    out = straight(tmp_path / "o", **SHAPE, STOP_AT=4)
+    out = train_ok(tmp_path / "o", **SHAPE, STOP_AT=4)
     for step in (2, 4):
         truncate(out / f"step_0000000{step}" / "trainer.safetensors")
     capfd.readouterr()
@@ -660,7 +660,7 @@ def disk_full(monkeypatch, saves, error):
 @pytest.mark.parametrize("error", FULL, ids=["os", "safetensors"])
 def test_a_full_disk_is_said_and_the_run_goes_on(tmp_path, monkeypatch, capfd, undisturbed, error):
     disk_full(monkeypatch, [1, 2], error)
-    straight(tmp_path / "o", **SHAPE)
+    train_ok(tmp_path / "o", **SHAPE)
     text = printed(capfd)
     for step in (2, 4):
         assert re.search(rf"WARNING.*step {step} .*No space left", text)
@@ -707,7 +707,7 @@ def no_room_for_lines(monkeypatch, name, full):
 @pytest.mark.parametrize("name", ["metrics.jsonl", "train.log"])
 def test_lines_that_find_no_room_are_written_later(tmp_path, monkeypatch, capfd, undisturbed, name):
     no_room_for_lines(monkeypatch, name, lambda n, text: 3 <= n < 7)
-    straight(tmp_path / "o", **SHAPE)
+    train_ok(tmp_path / "o", **SHAPE)
     assert len(re.findall(rf"WARNING.*{name}.*No space left.*wait", printed(capfd))) == 1
     assert untimed(tmp_path / "o") == untimed(undisturbed)
     assert_same(tmp_path / "o" / "latest", undisturbed / "latest")
@@ -724,7 +724,7 @@ def test_metrics_that_can_not_be_written_to_the_end_are_an_error(tmp_path, monke
     assert "ERROR" in text.splitlines()[-1] and "No space left" in text and "Traceback" not in text
     assert (tmp_path / "o" / "latest").resolve().name == "step_00000004" and lines[-1]["step"] == 4
     monkeypatch.undo()
-    straight(tmp_path / "o", **SHAPE)
+    train_ok(tmp_path / "o", **SHAPE)
     assert [m["step"] for m in log_lines(tmp_path / "o")] == list(range(1, 9))
 
 
@@ -759,7 +759,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch, u
         update(w, lr, slot)
     monkeypatch.setattr(checkpoints, "write_checkpoint", slow_write)
     monkeypatch.setattr(trainer.Replica, "update", counted)
-    straight(tmp_path / "o", **dict(SHAPE, SAVE_EVERY=4, EVAL_EVERY=0))
+    train_ok(tmp_path / "o", **dict(SHAPE, SAVE_EVERY=4, EVAL_EVERY=0))
     assert in_time == [True]
     assert_same(tmp_path / "o" / "step_00000004", undisturbed / "step_00000004")  # not what came later
 
@@ -773,7 +773,7 @@ def taus(monkeypatch, values):
 def test_keep_rotates_but_not_the_best_and_not_the_newest(tmp_path, monkeypatch):
     """Step 0 is no candidate; the first of equals stays the best."""
     taus(monkeypatch, [9.0, 1.5, 2.5, 2.0, 2.5, 1.0, 1.0])
-    out = straight(tmp_path / "o", STEPS=6, EVAL_EVERY=1, SAVE_EVERY=1, KEEP=2)
+    out = train_ok(tmp_path / "o", STEPS=6, EVAL_EVERY=1, SAVE_EVERY=1, KEEP=2)
     assert [m["tau"] for m in eval_lines(out)] == [9.0, 1.5, 2.5, 2.0, 2.5, 1.0, 1.0]
     assert sorted(p.name for p in out.glob("step_*")) == ["step_00000002", "step_00000005", "step_00000006"]
     assert os.readlink(out / "best") == "step_00000002" and os.readlink(out / "latest") == "step_00000006"
@@ -781,8 +781,8 @@ def test_keep_rotates_but_not_the_best_and_not_the_newest(tmp_path, monkeypatch)
 
 def test_the_best_survives_a_resume(tmp_path, monkeypatch):
     taus(monkeypatch, [1.0, 1.5, 2.5, 2.0, 2.1, 2.2, 2.3])
-    straight(tmp_path / "o", STEPS=6, EVAL_EVERY=1, SAVE_EVERY=1, KEEP=1, STOP_AT=3)
-    out = straight(tmp_path / "o", STEPS=6, EVAL_EVERY=1, SAVE_EVERY=1, KEEP=1)
+    train_ok(tmp_path / "o", STEPS=6, EVAL_EVERY=1, SAVE_EVERY=1, KEEP=1, STOP_AT=3)
+    out = train_ok(tmp_path / "o", STEPS=6, EVAL_EVERY=1, SAVE_EVERY=1, KEEP=1)
     assert sorted(p.name for p in out.glob("step_*")) == ["step_00000002", "step_00000006"]
     assert os.readlink(out / "best") == "step_00000002"
 
@@ -790,9 +790,9 @@ def test_the_best_survives_a_resume(tmp_path, monkeypatch):
 def test_other_held_out_text_has_a_best_of_its_own(tmp_path, monkeypatch, capfd):
     taus(monkeypatch, [1.0, 3.0, 2.5, 1.5, 2.0])
     settings = dict(STEPS=4, EVAL_EVERY=2, SAVE_EVERY=1, KEEP=1)
-    straight(tmp_path / "o", **settings, STOP_AT=2)
+    train_ok(tmp_path / "o", **settings, STOP_AT=2)
     assert os.readlink(tmp_path / "o" / "best") == "step_00000002"
-    out = straight(tmp_path / "o", **settings, EVAL_DATA=data_file("other", n=6, seed=9))
+    out = train_ok(tmp_path / "o", **settings, EVAL_DATA=data_file("other", n=6, seed=9))
     assert "holds other conversations" in capfd.readouterr().out
     assert [m["tau"] for m in eval_lines(out)] == [1.0, 3.0, 2.5, 1.5]  # step 2 twice
     assert os.readlink(out / "best") == "step_00000002"
@@ -822,7 +822,7 @@ def test_a_best_that_could_not_be_saved_is_not_the_best(tmp_path, monkeypatch):
         inside(run, w, plan)
         run.saver.wait()
     monkeypatch.setattr(trainer.Run, "save_if_due", and_wait)
-    out = straight(tmp_path / "o", STEPS=8, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=1)
+    out = train_ok(tmp_path / "o", STEPS=8, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=1)
     assert os.readlink(out / "best") == "step_00000006" and (out / "best").is_dir()
 
 
@@ -830,28 +830,28 @@ def test_a_held_out_loss_that_is_no_number_is_written_as_none(tmp_path, monkeypa
     """JSON has no NaN, and it is no lowest loss either."""
     inner, left = trainer.EvalSums.metrics, [3.0, float("nan"), 2.0, 2.5]
     monkeypatch.setattr(trainer.EvalSums, "metrics", lambda sums: {**inner(sums), "eval_loss": left.pop(0)})
-    out = straight(tmp_path / "o", STEPS=6, EVAL_EVERY=2)
+    out = train_ok(tmp_path / "o", STEPS=6, EVAL_EVERY=2)
     assert [m["eval_loss"] for m in eval_lines(out)] == [3.0, None, 2.0, 2.5]
     assert "held-out loss turned: 2.0000 at step 4, now 2.5" in (out / "train.log").read_text()
 
 
 def test_another_run_is_not_resumed_into_a_run(tmp_path, capfd):
-    first = straight(tmp_path / "a", STEPS=4, SAVE_EVERY=2)
-    other = straight(tmp_path / "b", STEPS=4, SAVE_EVERY=2, STOP_AT=2)
+    first = train_ok(tmp_path / "a", STEPS=4, SAVE_EVERY=2)
+    other = train_ok(tmp_path / "b", STEPS=4, SAVE_EVERY=2, STOP_AT=2)
     before = {p.name for p in first.iterdir()}
     capfd.readouterr()
     assert train(first, STEPS=4, RESUME=other / "step_00000002") == 2
     one_line(capfd, f"RESUME = {other}", f"OUT = {first} holds another run")
     assert {p.name for p in first.iterdir()} == before
-    straight(tmp_path / "c", STEPS=4, RESUME=other / "step_00000002")  # a new folder takes it
+    train_ok(tmp_path / "c", STEPS=4, RESUME=other / "step_00000002")  # a new folder takes it
 
 
 def test_rotation_never_removes_what_was_just_saved(tmp_path):
     """A damaged step 6 stays the highest number while the run goes on from step 2 and saves step 3."""
-    out = straight(tmp_path / "o", STEPS=8, SAVE_EVERY=2, KEEP=4, STOP_AT=6)
+    out = train_ok(tmp_path / "o", STEPS=8, SAVE_EVERY=2, KEEP=4, STOP_AT=6)
     for step in (4, 6):
         truncate(out / f"step_0000000{step}" / "trainer.safetensors")
-    straight(out, STEPS=8, SAVE_EVERY=100, KEEP=1, STOP_AT=3)
+    train_ok(out, STEPS=8, SAVE_EVERY=100, KEEP=1, STOP_AT=3)
     assert (out / "latest").resolve().name == "step_00000003"
     complete(out)
 
@@ -877,7 +877,7 @@ def test_a_signal_where_an_evaluation_is_due_keeps_the_best(tmp_path, monkeypatc
         signal_at(patch, signal.SIGTERM, 8)  # the last row of step 4
         assert train(tmp_path / "o", **settings) == 143
     assert not (tmp_path / "o" / "best").exists()
-    out = straight(tmp_path / "o", **settings)
+    out = train_ok(tmp_path / "o", **settings)
     assert [(m["step"], m["tau"]) for m in eval_lines(out)] == [(0, 1.0), (4, 3.0), (8, 2.0)]
     assert os.readlink(out / "best") == "step_00000004" and (out / "best").is_dir()
 
@@ -888,27 +888,27 @@ def test_an_evaluation_that_no_checkpoint_knows_is_listed_once(tmp_path, monkeyp
         signal_at(patch, signal.SIGTERM, 8)
         assert train(tmp_path / "o", STEPS=4, EVAL_EVERY=4) == 143
     for _ in range(2):
-        out = straight(tmp_path / "o", STEPS=4, EVAL_EVERY=4)
+        out = train_ok(tmp_path / "o", STEPS=4, EVAL_EVERY=4)
         assert [m["step"] for m in eval_lines(out)] == [0, 4]
 
 
 def test_a_best_whose_link_a_kill_prevented(tmp_path, monkeypatch):
     taus(monkeypatch, [1.0, 1.5, 3.0, 2.0])
     settings = dict(STEPS=6, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=1)
-    out = straight(tmp_path / "o", **settings, STOP_AT=4)
+    out = train_ok(tmp_path / "o", **settings, STOP_AT=4)
     checkpoints.point(out / "best", out / "step_00000002")
-    straight(out, **settings)
+    train_ok(out, **settings)
     assert os.readlink(out / "best") == "step_00000004" and (out / "best").is_dir()
 
 
 @pytest.mark.parametrize("form", ["{out}/step_00000004", "./step_00000004", "elsewhere"])
 def test_a_latest_of_another_form_is_no_fresh_start(tmp_path, capfd, undisturbed, form):
-    out = straight(tmp_path / "o", **SHAPE, STOP_AT=4)
+    out = train_ok(tmp_path / "o", **SHAPE, STOP_AT=4)
     (out / "elsewhere").mkdir()
     (out / "latest").unlink()
     (out / "latest").symlink_to(form.format(out=out))
     capfd.readouterr()
-    straight(out, **SHAPE)
+    train_ok(out, **SHAPE)
     assert "step_00000004, step 4" in printed(capfd)
     assert untimed(out) == untimed(undisturbed)
 
@@ -916,7 +916,7 @@ def test_a_latest_of_another_form_is_no_fresh_start(tmp_path, capfd, undisturbed
 @pytest.mark.parametrize("name", ["latest", "best"])
 def test_a_copied_link_is_said_before_anything_is_trained(tmp_path, capfd, name):
     """`cp -rL` and `rsync -L` make directories of the links: no save could replace them."""
-    out = straight(tmp_path / "o", **SHAPE, STOP_AT=2)
+    out = train_ok(tmp_path / "o", **SHAPE, STOP_AT=2)
     (out / name).unlink(missing_ok=True)
     shutil.copytree(out / "step_00000002", out / name)
     capfd.readouterr()
@@ -926,11 +926,11 @@ def test_a_copied_link_is_said_before_anything_is_trained(tmp_path, capfd, name)
 
 def test_copies_and_links_among_the_checkpoints(tmp_path):
     """A copy called step_9 takes no checkpoint's place; a checkpoint moved away goes as its link."""
-    out = straight(tmp_path / "o", STEPS=6, SAVE_EVERY=2, KEEP=1, STOP_AT=2)
+    out = train_ok(tmp_path / "o", STEPS=6, SAVE_EVERY=2, KEEP=1, STOP_AT=2)
     shutil.copytree(out / "step_00000002", out / "step_9")
     (out / "step_00000002").rename(tmp_path / "moved")
     (out / "step_00000002").symlink_to(tmp_path / "moved")
-    straight(out, STEPS=6, SAVE_EVERY=2, KEEP=1)
+    train_ok(out, STEPS=6, SAVE_EVERY=2, KEEP=1)
     assert sorted(p.name for p in out.glob("step_*")) == ["step_00000006", "step_9"]
     assert (tmp_path / "moved" / "config.json").exists()
     complete(out)
@@ -941,10 +941,10 @@ HALVES = b'{"step": 4, "tau_by_source": {"a": 1.0}', b'{"step": 3\xff\xfe', b"{}
 
 @pytest.mark.parametrize("tail", HALVES)
 def test_half_a_line_of_metrics_does_not_stop_a_resume(tmp_path, undisturbed, tail):
-    out = straight(tmp_path / "o", **SHAPE, STOP_AT=2)
+    out = train_ok(tmp_path / "o", **SHAPE, STOP_AT=2)
     with open(out / "metrics.jsonl", "ab") as file:
         file.write(tail)
-    straight(out, **SHAPE)
+    train_ok(out, **SHAPE)
     assert untimed(out) == untimed(undisturbed)
 
 

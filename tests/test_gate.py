@@ -17,7 +17,7 @@ import flex_utils
 from flex_utils import Gate, attend_flex, block_mask, worker_compile_settings
 from dflash_trainer import devices
 from dflash_trainer.devices import check_pairs, sum_over_replicas, transfer
-from dflash_trainer.machines import Alone
+from dflash_trainer.machines import SingleMachine
 
 PATIENCE = 15  # seconds after which a thread counts as hung
 
@@ -26,13 +26,13 @@ def in_threads(*jobs):
     """Run jobs side by side; the first exception of any is raised here, a hang is a failure."""
     errors = []
 
-    def guarded(job):
+    def run_guarded(job):
         try:
             job()
         except BaseException as e:  # noqa: BLE001 - handed to the test below
             errors.append(e)
 
-    threads = [threading.Thread(target=guarded, args=(job,), daemon=True) for job in jobs]
+    threads = [threading.Thread(target=run_guarded, args=(job,), daemon=True) for job in jobs]
     for t in threads:
         t.start()
     deadline = time.monotonic() + PATIENCE
@@ -97,14 +97,14 @@ def test_storm_of_eight_threads():
 
 
 def test_known_work_really_runs_side_by_side():
-    gate, warm, meet = Gate(threading.Lock()), threading.Barrier(4), threading.Barrier(4)
+    gate, warm, at_barrier = Gate(threading.Lock()), threading.Barrier(4), threading.Barrier(4)
 
     def job():
         with gate.work("train", 1):
             pass
         warm.wait(PATIENCE)  # nobody needs to be alone any more, or the wait below would be a real deadlock
         with gate.work("train", 1):
-            meet.wait(PATIENCE)  # passes only when all four are inside at once
+            at_barrier.wait(PATIENCE)  # passes only when all four are inside at once
 
     in_threads(*[job] * 4)
 
@@ -349,8 +349,8 @@ def test_an_own_copy_is_the_same_function():
     one, two = (flex_utils.compiled(scale.by, owner, "eager") for owner in ("a", "b"))
     assert one(torch.ones(1)).item() == two(torch.ones(1)).item() == 14
     assert one(torch.ones(1), 5, plus=0).item() == 15
-    assert flex_utils.own_copy(Scale.by, "a") is flex_utils.own_copy(Scale.by, "a")
-    assert flex_utils.own_copy(Scale.by, "a").__code__ is not flex_utils.own_copy(Scale.by, "b").__code__
+    assert flex_utils.clone_code(Scale.by, "a") is flex_utils.clone_code(Scale.by, "a")
+    assert flex_utils.clone_code(Scale.by, "a").__code__ is not flex_utils.clone_code(Scale.by, "b").__code__
 
 
 # ---------------------------------------------------------------------------------------- compiles outside
@@ -550,13 +550,13 @@ def test_gradients_of_drafters_without_nccl_go_by_transfer_both_ways(monkeypatch
         crossed.append((tensor[0].item(), bad_pairs))
         return tensor.clone()
     monkeypatch.setattr(devices, "transfer", copy)
-    sum_over_replicas(lists, False, Alone(), bad)
+    sum_over_replicas(lists, False, SingleMachine(), bad)
     assert [tensors[0].tolist() for tensors in lists] == [[111.0] * 3] * 3
     assert crossed == [(10.0, bad), (100.0, bad), (111.0, bad), (111.0, bad)]
 
 
 def test_the_watchdog_waits_longer_for_loading_and_saving(monkeypatch, capfd):
-    crew, ends = workers.Crew(1), []
+    crew, ends = workers.Workers(1), []
 
     def end(code):
         ends.append((code, time.monotonic()))

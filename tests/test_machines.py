@@ -15,7 +15,7 @@ import torch
 
 import common
 from common import (Child, arguments, assert_same, data_file, distance, eval_lines, log_lines, losses, scratch,
-                    straight, threads, until, untimed)
+                    train_ok, threads, until, untimed)
 
 WHOLE = dict(ROWS_PER_STEP=4, STEPS=6, EVAL_EVERY=3, SAVE_EVERY=2, KEEP=9)
 HALF = dict(WHOLE, ROWS_PER_STEP=2)
@@ -51,7 +51,7 @@ def end_well(children):
 
 @pytest.fixture(scope="module")
 def one_machine():
-    return straight(scratch() / "one_machine", **WHOLE)
+    return train_ok(scratch() / "one_machine", **WHOLE)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_epochs_count_the_rows_of_all_machines(tmp_path, one_machine):
     """EPOCHS x rows / (M*R): the schedule's horizon."""
     settings = dict(HALF, STEPS=None, EPOCHS=4, EVAL_EVERY=0)
     end_well(pair(tmp_path / "two", tmp_path / "x", **settings))
-    alone = straight(tmp_path / "one", **dict(settings, ROWS_PER_STEP=4))
+    alone = train_ok(tmp_path / "one", **dict(settings, ROWS_PER_STEP=4))
     horizons = [json.loads((o / "run.json").read_text())["horizon"] for o in (tmp_path / "two", alone)]
     assert horizons[0] == horizons[1] > 4
     assert log_lines(tmp_path / "two")[-1]["step"] == log_lines(alone)[-1]["step"] == horizons[0]
@@ -92,7 +92,7 @@ def test_epochs_count_the_rows_of_all_machines(tmp_path, one_machine):
 def test_two_then_one_then_two_machines_resume_one_run(tmp_path, one_machine):
     out = tmp_path / "o"
     end_well(pair(out, tmp_path / "x", **HALF, STOP_AT=2))
-    straight(out, **WHOLE, STOP_AT=4)
+    train_ok(out, **WHOLE, STOP_AT=4)
     end_well(pair(out, tmp_path / "x", **HALF))
     assert distance(out / "latest", one_machine / "latest") < 1e-5
     assert [m["step"] for m in log_lines(out)] == [1, 2, 3, 4, 5, 6] and not (tmp_path / "x").exists()
@@ -188,9 +188,9 @@ def test_alone_nothing_of_torch_distributed_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.distributed, "init_process_group", started)
     monkeypatch.setattr(torch.distributed, "TCPStore", started)
     monkeypatch.setenv("WORLD_SIZE", "1")  # torchrun with one machine
-    straight(tmp_path / "o", STEPS=1)
+    train_ok(tmp_path / "o", STEPS=1)
     monkeypatch.delenv("WORLD_SIZE")
-    straight(tmp_path / "p", STEPS=1)
+    train_ok(tmp_path / "p", STEPS=1)
     assert not torch.distributed.is_initialized()
 
 

@@ -158,7 +158,7 @@ def test_the_whole_config_is_that_of_the_27b(tmp_path):
 
 
 def test_a_random_target_trains_from_near_ln_vocabulary(small, capsys):
-    out = common.straight(small / "out", TARGET=f"random:{small}", DATA=small / "data.jsonl", MASK_TOKEN_ID=0,
+    out = common.train_ok(small / "out", TARGET=f"random:{small}", DATA=small / "data.jsonl", MASK_TOKEN_ID=0,
                           STEPS=8)
     losses = common.losses(out)
     assert abs(losses[0] - torch.tensor(512.0).log()) < 0.1 and losses[-1] < losses[0]
@@ -181,7 +181,7 @@ def test_absent_kernels_are_said_with_their_cost(small, capsys):
     decoder = target_files.load_model(f"random:{small}", CPU, torch.float32, 0).get_decoder()
     if target_files.importlib.util.find_spec("fla"):
         pytest.skip("flash-linear-attention is installed")
-    target_files.fast_path(decoder)
+    target_files.report_kernels(decoder)
     line = capsys.readouterr().out
     assert line.count("\n") == 1 and "causal-conv1d is not installed" in line
     assert "flash-linear-attention is not installed: the target runs about 1.6 times slower" in line
@@ -208,13 +208,13 @@ def test_kernels_that_transformers_bound_are_said_to_be_used(small, capsys, monk
         monkeypatch.setitem(sys.modules, package, fake)
         bind = hub_kernels.use_kernel_func_from_hub_with_fallback(function, package)
         monkeypatch.setattr(code, ours, bind(lambda x: x))
-    target_files.fast_path(decoder)
+    target_files.report_kernels(decoder)
     line = capsys.readouterr().out
     assert "flash-linear-attention is used; causal-conv1d is used\n" in line
 
 
 def test_targets_without_linear_attention_say_nothing(capsys):
-    target_files.fast_path(common.llama().model)
+    target_files.report_kernels(common.llama().model)
     assert capsys.readouterr().out == ""
 
 

@@ -16,9 +16,9 @@ from dflash_trainer import decoding  # noqa: E402
 import common
 import model_drafter as md
 import train_dflash as trainer
-from common import (EOS, FIELDS, FIRST_WORD, MASK, assert_same, data_file, dawdle, distance, eval_lines,
-                    log_lines, losses, metrics, plus_one_target, poison, published, random_target, scratch,
-                    start, straight, threads, train, untimed, weights)
+from common import (EOS, FIELDS, FIRST_WORD, MASK, assert_same, data_file, delay_calls, distance, eval_lines,
+                    log_lines, losses, metrics, plus_one_target, put_nan, published, random_target, scratch,
+                    start, train_ok, threads, train, untimed, weights)
 from flex_utils import attend_dense
 from dflash_trainer import checkpoints, devices, features
 from dflash_trainer import rows as rows_module
@@ -29,7 +29,7 @@ EVALUATED = dict(ROWS_PER_STEP=3, STEPS=6, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=9)
 @pytest.fixture(scope="module")
 def one_and_one():
     """The run that others are compared with: one target thread, one drafter thread."""
-    return straight(scratch() / "one_and_one", **EVALUATED)
+    return train_ok(scratch() / "one_and_one", **EVALUATED)
 
 
 # ------------------------------------------------------------------------------- threads change nothing
@@ -37,7 +37,7 @@ def one_and_one():
 
 @pytest.mark.parametrize("targets, drafters", [(5, 3), (2, 2), (2, 1)])
 def test_any_number_of_threads_gives_the_same_run(one_and_one, tmp_path, targets, drafters):
-    out = straight(tmp_path / "o", **EVALUATED, **threads(targets, drafters))
+    out = train_ok(tmp_path / "o", **EVALUATED, **threads(targets, drafters))
     assert np.allclose(losses(out), losses(one_and_one), rtol=0, atol=2e-3) and len(losses(out)) == 6
     assert distance(out / "latest", one_and_one / "latest") < 1e-3
     for ours, theirs in zip(eval_lines(out), eval_lines(one_and_one), strict=True):
@@ -60,7 +60,7 @@ def test_a_new_target_shape_at_step_300(tmp_path, monkeypatch):
             seen.append(plan[0][1])
             return plan
     monkeypatch.setattr(trainer, "target_calls", lambda *args: Calls([(1, 40), (1, 64)], 1))
-    straight(tmp_path / "o", DATA=data, SEED=seed, NUM_ANCHORS=4, STEPS=320, LOG_EVERY=80, **threads(2, 2))
+    train_ok(tmp_path / "o", DATA=data, SEED=seed, NUM_ANCHORS=4, STEPS=320, LOG_EVERY=80, **threads(2, 2))
     assert seen.count(64) == 1 and seen.index(64) > 590 and seen.count(40) == 639
 
 
@@ -70,13 +70,13 @@ def test_the_run_did_move_the_weights(one_and_one):
 
 
 def test_the_same_seed_twice_gives_the_same_bits(tmp_path):
-    a, b = (straight(tmp_path / name, **EVALUATED, **threads(2, 2)) for name in "ab")
+    a, b = (train_ok(tmp_path / name, **EVALUATED, **threads(2, 2)) for name in "ab")
     assert_same(a / "latest", b / "latest")
     assert untimed(a) == untimed(b)
 
 
 def test_another_seed_gives_another_run(one_and_one, tmp_path):
-    out = straight(tmp_path / "o", **EVALUATED, SEED=1)
+    out = train_ok(tmp_path / "o", **EVALUATED, SEED=1)
     assert distance(out / "latest", one_and_one / "latest") > 0.1
 
 
@@ -87,7 +87,7 @@ def test_replicas_hold_the_same_bits_after_every_step(tmp_path, monkeypatch):
         update(w, *args)
         seen.setdefault(w.index, []).append([m.detach().clone() for m in w.masters.values()])
     monkeypatch.setattr(trainer.Replica, "update", recorded)
-    straight(tmp_path / "o", **EVALUATED, **threads(2, 3))
+    train_ok(tmp_path / "o", **EVALUATED, **threads(2, 3))
     assert sorted(seen) == [0, 1, 2] and all(len(steps) == 6 for steps in seen.values())
     for other in (1, 2):
         assert all(torch.equal(a, b) for s, t in zip(seen[0], seen[other]) for a, b in zip(s, t))
@@ -95,14 +95,14 @@ def test_replicas_hold_the_same_bits_after_every_step(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_random_delays_in_every_thread_change_nothing(tmp_path, monkeypatch, seed):
-    base = straight(tmp_path / "base", **EVALUATED, **threads(3, 2), QUEUE_DEPTH=1)
+    base = train_ok(tmp_path / "base", **EVALUATED, **threads(3, 2), QUEUE_DEPTH=1)
     for name in ("micro_step", "target_features", "evaluate_row", "make_slots"):
-        dawdle(monkeypatch, name, seed)
-    dawdle(monkeypatch, "write_checkpoint", seed, checkpoints)
-    dawdle(monkeypatch, "average", seed, trainer.Run)
-    dawdle(monkeypatch, "put", seed, trainer.Run, before=False)
-    dawdle(monkeypatch, "update", seed, trainer.Replica)
-    out = straight(tmp_path / "o", **EVALUATED, **threads(3, 2), QUEUE_DEPTH=1 + seed)
+        delay_calls(monkeypatch, name, seed)
+    delay_calls(monkeypatch, "write_checkpoint", seed, checkpoints)
+    delay_calls(monkeypatch, "average", seed, trainer.Run)
+    delay_calls(monkeypatch, "put", seed, trainer.Run, before=False)
+    delay_calls(monkeypatch, "update", seed, trainer.Replica)
+    out = train_ok(tmp_path / "o", **EVALUATED, **threads(3, 2), QUEUE_DEPTH=1 + seed)
     assert_same(out / "latest", base / "latest")
     assert untimed(out) == untimed(base)
 
@@ -119,7 +119,7 @@ def _slow_after_put():
 def test_a_target_that_is_late_for_an_evaluation_keeps_the_order(tmp_path):
     """Target 0 has the only held-out row; target 1 hears of that evaluation when it is over."""
     settings = dict(EVALUATED, ROWS_PER_STEP=4, EVAL_DATA=data_file("eval", 1, seed=1))
-    base = straight(tmp_path / "base", **settings)
+    base = train_ok(tmp_path / "base", **settings)
     child = start(tmp_path / "o", _slow_after_put, **settings, **threads(2, 1))
     assert child.code(60) == 0, child.text()[-2000:]
     assert_same(tmp_path / "o" / "latest", base / "latest")
@@ -130,9 +130,9 @@ def test_a_target_that_is_late_for_an_evaluation_keeps_the_order(tmp_path):
 
 @pytest.mark.parametrize("stop", [1, 3, 5])
 def test_stop_and_resume_gives_the_bits_of_one_go(tmp_path, one_and_one, stop):
-    out = straight(tmp_path / "o", **EVALUATED, STOP_AT=stop)
+    out = train_ok(tmp_path / "o", **EVALUATED, STOP_AT=stop)
     assert [m["step"] for m in log_lines(out)] == list(range(1, stop + 1))
-    straight(out, **EVALUATED)
+    train_ok(out, **EVALUATED)
     assert_same(out / "latest", one_and_one / "latest")
     assert [m["step"] for m in log_lines(out)] == [1, 2, 3, 4, 5, 6]
     assert [[m[k] for k in ("loss", "accept_len", "lr", "grad_norm", "skipped")] for m in log_lines(out)] == \
@@ -143,34 +143,34 @@ def test_stop_and_resume_gives_the_bits_of_one_go(tmp_path, one_and_one, stop):
 
 @pytest.mark.parametrize("targets, drafters", [(2, 2), (1, 3)])
 def test_resume_with_another_number_of_threads(tmp_path, one_and_one, targets, drafters):
-    out = straight(tmp_path / "o", **EVALUATED, STOP_AT=3)
-    straight(out, **EVALUATED, **threads(targets, drafters))
+    out = train_ok(tmp_path / "o", **EVALUATED, STOP_AT=3)
+    train_ok(out, **EVALUATED, **threads(targets, drafters))
     assert distance(out / "latest", one_and_one / "latest") < 1e-3
     assert np.allclose(losses(out), losses(one_and_one), rtol=0, atol=2e-3)
 
 
 def test_resume_with_other_log_and_save_settings(tmp_path, one_and_one):
-    out = straight(tmp_path / "o", **EVALUATED, STOP_AT=3)
-    straight(out, **dict(EVALUATED, LOG_EVERY=2, SAVE_EVERY=5, EVAL_EVERY=3, KEEP=1))
+    out = train_ok(tmp_path / "o", **EVALUATED, STOP_AT=3)
+    train_ok(out, **dict(EVALUATED, LOG_EVERY=2, SAVE_EVERY=5, EVAL_EVERY=3, KEEP=1))
     assert_same(out / "latest", one_and_one / "latest")
     assert [m["step"] for m in log_lines(out)] == [1, 2, 3, 4, 6]
 
 
 def test_resume_of_a_finished_run_trains_no_step(tmp_path, one_and_one):
-    out = straight(tmp_path / "o", **EVALUATED)
+    out = train_ok(tmp_path / "o", **EVALUATED)
     before = untimed(out)
-    straight(out, **EVALUATED)
+    train_ok(out, **EVALUATED)
     assert untimed(out) == before
     assert_same(out / "latest", one_and_one / "latest")
 
 
 def test_resume_from_a_named_older_checkpoint_continues_there(tmp_path, one_and_one):
     """What was trained after it is trained again; a later `auto` continues what was trained last."""
-    out = straight(tmp_path / "o", **EVALUATED)
-    straight(out, **EVALUATED, RESUME=out / "step_00000002", STOP_AT=3)
+    out = train_ok(tmp_path / "o", **EVALUATED)
+    train_ok(out, **EVALUATED, RESUME=out / "step_00000002", STOP_AT=3)
     assert (out / "latest").resolve().name == "step_00000003"
     assert max(m["step"] for m in metrics(out)) == 3
-    straight(out, **EVALUATED)
+    train_ok(out, **EVALUATED)
     assert [m["step"] for m in log_lines(out)] == [1, 2, 3, 4, 5, 6]
     assert_same(out / "latest", one_and_one / "latest")
 
@@ -195,7 +195,7 @@ def test_run_json_holds_versions_and_constants(one_and_one):
 
 
 def test_schedule_in_the_log(tmp_path):
-    out = straight(tmp_path / "o", STEPS=50, STOP_AT=10, LR=0.001)
+    out = train_ok(tmp_path / "o", STEPS=50, STOP_AT=10, LR=0.001)
     warm = [0.0005, 0.001]  # 4 % of 50 steps
     cosine = [0.0005 * (1 + math.cos(math.pi * i / 48)) for i in range(8)]
     assert [m["lr"] for m in log_lines(out)] == pytest.approx(warm + cosine, rel=1e-9)
@@ -208,7 +208,7 @@ def test_first_loss_of_a_random_target_is_ln_v(one_and_one):
 def test_the_split_that_balances(monkeypatch):
     """A step of 12 rows keeps 5 targets busy for 1 s and 3 drafters for 0.84 s: 5 x 1 / 12 and 3 x 0.84 / 12 s a row."""
     said = []
-    run = types.SimpleNamespace(say=said.append)
+    run = types.SimpleNamespace(log=said.append)
     monkeypatch.setattr(trainer, "ROWS_PER_STEP", 12)
     for targets, drafters in ((range(5), range(5, 8)), ((0,), (0,)), ((0, 0), (1,))):
         for name, numbers in (("TARGET_DEVICES", targets), ("DRAFTER_DEVICES", drafters)):
@@ -219,12 +219,12 @@ def test_the_split_that_balances(monkeypatch):
 
 
 def test_small_data_may_pass_many_times_within_one_log_window(tmp_path):
-    out = straight(tmp_path / "o", DATA=data_file("few", 5), STEPS=20, LOG_EVERY=20)
+    out = train_ok(tmp_path / "o", DATA=data_file("few", 5), STEPS=20, LOG_EVERY=20)
     assert [m["step"] for m in log_lines(out)] == [20]
 
 
 def test_a_log_line_is_the_mean_of_its_steps(tmp_path, one_and_one):
-    out = straight(tmp_path / "o", **dict(EVALUATED, LOG_EVERY=3))
+    out = train_ok(tmp_path / "o", **dict(EVALUATED, LOG_EVERY=3))
     every = losses(one_and_one)
     assert losses(out) == pytest.approx([np.mean(every[:3]), np.mean(every[3:])], rel=1e-9)
 
@@ -237,7 +237,7 @@ def learnt():
     """The toy target's next token is t + 1; 120 steps of 256 tokens."""
     rows = data_file("long", 60, 250, 256, cycle=50)
     held_out = data_file("long_eval", 2, 250, 256, cycle=50, seed=5)
-    return straight(scratch() / "learnt", TARGET=plus_one_target(), DATA=rows, EVAL_DATA=held_out,
+    return train_ok(scratch() / "learnt", TARGET=plus_one_target(), DATA=rows, EVAL_DATA=held_out,
                     SEQ_LEN=256, NUM_ANCHORS=32, STEPS=200, LR=0.004, EVAL_EVERY=200, LOG_EVERY=20)
 
 
@@ -273,7 +273,7 @@ def test_every_norm_weight_has_moved(learnt):
 def test_gamma_follows_the_block_size(tmp_path):
     settings = dict(STEPS=2, SEQ_LEN=64, WARMUP=0.0, LOSS="decay")
     for k, gamma, other in ((8, 4.0, 7.0), (16, 7.0, 8.0), (6, 3.0, 7.0)):
-        alone, same, not_same = (straight(tmp_path / f"{k}_{g}", **settings, BLOCK_SIZE=k, GAMMA=g)
+        alone, same, not_same = (train_ok(tmp_path / f"{k}_{g}", **settings, BLOCK_SIZE=k, GAMMA=g)
                                  for g in (None, gamma, other))
         assert_same(alone / "latest", same / "latest")
         assert abs(losses(alone)[1] - losses(not_same)[1]) > 1e-6
@@ -282,7 +282,7 @@ def test_gamma_follows_the_block_size(tmp_path):
 
 def test_init_from_starts_where_the_other_ended(tmp_path, one_and_one):
     source = one_and_one / "latest"
-    out = straight(tmp_path / "o", **dict(EVALUATED, STEPS=1, LR=1e-12), INIT_FROM=source)
+    out = train_ok(tmp_path / "o", **dict(EVALUATED, STEPS=1, LR=1e-12), INIT_FROM=source)
     ours, theirs = published(out / "latest"), published(source)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
     began, ended, fresh = eval_lines(out)[0], eval_lines(one_and_one)[-1], eval_lines(one_and_one)[0]
@@ -302,9 +302,9 @@ def anchorless(monkeypatch, *rows):
 
 @pytest.mark.parametrize("targets, drafters", [(1, 1), (2, 2)])
 def test_a_row_without_anchors_leaves_the_loss_to_the_others(tmp_path, monkeypatch, targets, drafters):
-    alone = straight(tmp_path / "alone", STEPS=9, STOP_AT=1, ROWS_PER_STEP=1)
+    alone = train_ok(tmp_path / "alone", STEPS=9, STOP_AT=1, ROWS_PER_STEP=1)
     anchorless(monkeypatch, 1)
-    out = straight(tmp_path / "o", STEPS=9, STOP_AT=2, ROWS_PER_STEP=2, SAVE_EVERY=1, KEEP=9,
+    out = train_ok(tmp_path / "o", STEPS=9, STOP_AT=2, ROWS_PER_STEP=2, SAVE_EVERY=1, KEEP=9,
                    **threads(targets, drafters))
     assert losses(out)[0] == pytest.approx(losses(alone)[0], abs=1e-9)
     assert distance(out / "step_00000001", alone / "latest") < 1e-6
@@ -314,7 +314,7 @@ def test_a_row_without_anchors_leaves_the_loss_to_the_others(tmp_path, monkeypat
 def test_a_step_without_any_anchor_is_skipped(tmp_path, monkeypatch):
     """sum(w) = 0: no update, counted; the schedule goes on."""
     anchorless(monkeypatch, 2, 3)
-    out = straight(tmp_path / "o", STEPS=4, SAVE_EVERY=1, KEEP=9, **threads(1, 2))
+    out = train_ok(tmp_path / "o", STEPS=4, SAVE_EVERY=1, KEEP=9, **threads(1, 2))
     assert [m["skipped"] for m in log_lines(out)] == [0, 1, 1, 1]
     ours, before = weights(out / "step_00000002"), weights(out / "step_00000001")
     assert all(torch.equal(ours[n], before[n]) for n in ours)
@@ -326,8 +326,8 @@ def test_a_step_without_any_anchor_is_skipped(tmp_path, monkeypatch):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("targets, drafters", [(1, 1), (2, 2)])
 def test_nan_in_a_row_skips_that_step_on_every_drafter(tmp_path, monkeypatch, targets, drafters, value):
-    poison(monkeypatch, [5], value)
-    out = straight(tmp_path / "o", STEPS=5, SAVE_EVERY=1, KEEP=9, **threads(targets, drafters))
+    put_nan(monkeypatch, [5], value)
+    out = train_ok(tmp_path / "o", STEPS=5, SAVE_EVERY=1, KEEP=9, **threads(targets, drafters))
     assert [m["skipped"] for m in log_lines(out)] == [0, 0, 1, 1, 1]
     bad = [json.loads(x) for x in (out / "bad_steps.jsonl").read_text().splitlines()]
     assert [(b["step"], b["rows"]) for b in bad] == [(3, [5])]
@@ -338,10 +338,10 @@ def test_nan_in_a_row_skips_that_step_on_every_drafter(tmp_path, monkeypatch, ta
 
 
 def test_nan_rows_do_not_break_resume(tmp_path, monkeypatch):
-    poison(monkeypatch, [5])
-    whole = straight(tmp_path / "whole", STEPS=6)
-    out = straight(tmp_path / "o", STEPS=6, STOP_AT=3)
-    straight(out, STEPS=6)
+    put_nan(monkeypatch, [5])
+    whole = train_ok(tmp_path / "whole", STEPS=6)
+    out = train_ok(tmp_path / "o", STEPS=6, STOP_AT=3)
+    train_ok(out, STEPS=6)
     assert_same(out / "latest", whole / "latest")
     for run in (out, whole):
         assert [m["skipped"] for m in log_lines(run)] == [0, 0, 1, 1, 1, 1]
@@ -349,16 +349,16 @@ def test_nan_rows_do_not_break_resume(tmp_path, monkeypatch):
 
 
 def test_a_bad_step_that_is_trained_again_is_listed_once(tmp_path, monkeypatch):
-    poison(monkeypatch, [5])
-    out = straight(tmp_path / "o", STEPS=6, SAVE_EVERY=2, STOP_AT=4)
-    straight(out, STEPS=6, RESUME=out / "step_00000002")
+    put_nan(monkeypatch, [5])
+    out = train_ok(tmp_path / "o", STEPS=6, SAVE_EVERY=2, STOP_AT=4)
+    train_ok(out, STEPS=6, RESUME=out / "step_00000002")
     bad = [json.loads(x) for x in (out / "bad_steps.jsonl").read_text().splitlines()]
     assert [b["step"] for b in bad] == [3] and log_lines(out)[-1]["skipped"] == 1
 
 
 @pytest.mark.parametrize("log_every", [1, 4])
 def test_k_bad_steps_in_a_row_end_the_run(tmp_path, monkeypatch, capsys, log_every):
-    poison(monkeypatch, range(4, 1000))
+    put_nan(monkeypatch, range(4, 1000))
     assert train(tmp_path / "o", STEPS=40, K_BAD=3, LOG_EVERY=log_every, **threads(2, 2)) not in (0, 2)
     text = "".join(capsys.readouterr())
     names = published_names()
@@ -418,7 +418,7 @@ def test_the_client_counts_what_the_trainer_counts(tmp_path, monkeypatch, capsys
                 for p, a in zip(prompts, answers)]
     data = common.write_lines(tmp_path / "own.jsonl", lines([a for _, a in pairs]))
     settings = dict(TARGET=target, BLOCK_SIZE=k, MASK_TOKEN_ID=MASK, LAYER_TYPES=kinds, SLIDING_WINDOW=8)
-    out = straight(tmp_path / "o", DATA=data, EVAL_DATA=data, STEPS=65, LR=0.01, LOG_EVERY=65, NUM_ANCHORS=32,
+    out = train_ok(tmp_path / "o", DATA=data, EVAL_DATA=data, STEPS=65, LR=0.01, LOG_EVERY=65, NUM_ANCHORS=32,
                    SEQ_LEN=128, EVAL_EVERY=65, **settings)
     assert 2 < eval_lines(out)[-1]["tau"] < 5  # accepts some and rejects some
 
@@ -426,7 +426,7 @@ def test_the_client_counts_what_the_trainer_counts(tmp_path, monkeypatch, capsys
     assert answers == [a for _, a in pairs]
     decoded = common.write_lines(tmp_path / "decoded.jsonl", lines(answers))
     capsys.readouterr()
-    assert common.mode("eval", f"CKPT={out / 'latest'}", f"TARGET={target}", f"EVAL_DATA={decoded}",
+    assert common.run_main("eval", f"CKPT={out / 'latest'}", f"TARGET={target}", f"EVAL_DATA={decoded}",
                        "TARGET_DEVICES=cpu", "SEQ_LEN=128", "NUM_ANCHORS=32") == 0
     measured = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert sum(passes) == sum(len(a) - 1 for a in answers)
@@ -473,13 +473,13 @@ def test_held_out_conversations_that_are_trained_on_are_named(tmp_path, capfd, s
     lines = Path(other).read_text().splitlines() + Path(data).read_text().splitlines()[:3] * 2 * same
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("\n".join(lines) + "\n")
-    common.straight(tmp_path / "out", DATA=data, EVAL_DATA=held_out, STEPS=1, EVAL_EVERY=1)
+    common.train_ok(tmp_path / "out", DATA=data, EVAL_DATA=held_out, STEPS=1, EVAL_EVERY=1)
     said = capfd.readouterr().out
     assert ("WARNING: 3 of 11 different conversations of EVAL_DATA" in said) == same == ("tau will flatter" in said)
 
 
 def test_a_server_of_another_user_can_read_the_checkpoint(tmp_path):
-    out = common.straight(tmp_path / "out", DATA=data_file("modes", 20, 12, 40), STEPS=1)
+    out = common.train_ok(tmp_path / "out", DATA=data_file("modes", 20, 12, 40), STEPS=1)
     modes = {p.name: p.stat().st_mode for p in (out / "latest").iterdir()}
     assert len(set(modes.values())) == 1, modes
 
@@ -491,13 +491,13 @@ def test_a_server_of_another_user_can_read_the_checkpoint(tmp_path):
 def test_a_step_is_divided_by_its_weights_or_for_dpace_by_its_blocks(loss, want, monkeypatch):
     """Design 3.6 and 3.10, over all rows of the step; columns: sum of w*ce, sum of w, matches, anchors, bad."""
     monkeypatch.setattr(trainer, "LOSS", loss)
-    assert trainer.divisor(torch.tensor([[8.0, 3, 2, 4, 0], [4.0, 1, 0, 2, 0]])).item() == want
+    assert trainer.loss_denominator(torch.tensor([[8.0, 3, 2, 4, 0], [4.0, 1, 0, 2, 0]])).item() == want
 
 
 @pytest.mark.parametrize("loss", ["decay", "dpace"])
 def test_the_first_loss_of_a_random_target_is_near_ln_vocabulary(loss, tmp_path):
     """A weighted mean of cross-entropies, whichever the weights are and whatever the step divides by."""
-    out = straight(tmp_path / "o", LOSS=loss, STEPS=2, EVAL_EVERY=2, **threads(1, 2))
+    out = train_ok(tmp_path / "o", LOSS=loss, STEPS=2, EVAL_EVERY=2, **threads(1, 2))
     assert losses(out)[0] == pytest.approx(math.log(common.VOCAB), abs=0.15)
     assert eval_lines(out)[0]["eval_loss"] == pytest.approx(math.log(common.VOCAB), abs=0.15)
 
