@@ -27,8 +27,6 @@ What it imports:
     flex_utils.py           mask, attention, what keeps compilation safe under threads
     dflash_trainer/         the library: what prevents, reports or stores
 """
-import ast
-import difflib
 import itertools
 import json
 import math
@@ -41,8 +39,6 @@ import sysconfig
 import tempfile
 import threading
 import time
-import types
-import typing
 from collections import deque
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -57,11 +53,11 @@ from tqdm import tqdm
 
 import flex_utils
 import model_drafter as md
-from dflash_trainer import checkpoints, decoding, workers
+from dflash_trainer import checkpoints, decoding, settings, workers
 from dflash_trainer import target as target_files
 from dflash_trainer.devices import (
     HandOff, Stopwatch, check_pairs, memory_gib, receive, replica_of, sum_over_replicas, to_device)
-from dflash_trainer.errors import UserError, require, out_of_memory, user_error_on
+from dflash_trainer.errors import require, user_error_on
 from dflash_trainer.features import TappedForward, target_calls
 from dflash_trainer.machines import SingleMachine, Cluster
 from dflash_trainer.rows import EvalRows, Row, RowStream, inspect_data
@@ -127,71 +123,22 @@ DEMO = dict(  # `bash run.sh demo`: SmolLM2-135M-Instruct and its own greedy ans
     DRAFT_LAYERS=1, TARGET_LAYER_IDS=[1, 7, 13], STEPS=80, ROWS_PER_STEP=2, LR=3e-3, LOSS_CHUNK=192,
     LOG_EVERY=10, EVAL_EVERY=80, SAVE_EVERY=20, MAX_NEW_TOKENS=64)
 
-CONSTANTS = {n: t for n, t in typing.get_type_hints(sys.modules[__name__]).items() if n.isupper()}
+THIS_MODULE = sys.modules[__name__]
 FIRST_STEP_LOCK = threading.Lock()  # held by every worker thread around its whole first step (pytorch#136196)
 GATE = flex_utils.Gate(FIRST_STEP_LOCK)
-EXIT_USER, EXIT_ERROR = 2, 1
-
-
-def require_one_of(what, value, legal):
-    require(value in legal, f"{what} = {value!r}: must be one of {', '.join(legal)}")
 
 
 def constants():
-    return {n: globals()[n] for n in CONSTANTS}
-
-
-def is_a(value, hint):
-    if isinstance(hint, types.UnionType):
-        return any(is_a(value, kind) for kind in typing.get_args(hint))
-    if typing.get_origin(hint) is list:
-        return type(value) is list and all(is_a(v, typing.get_args(hint)[0]) for v in value)
-    return type(value) is hint or (hint is float and type(value) is int)
-
-
-def convert(text, kind):
-    """Text of NAME=VALUE -> a value of `kind`; ValueError if it isn't one."""
-    if kind is str:
-        return text
-    if typing.get_origin(kind) is list:
-        items = ast.literal_eval(text) if text[:1] in "[(" else text.split(",")
-        return [convert(str(item), typing.get_args(kind)[0]) for item in items]
-    value = ast.literal_eval(text)
-    if not is_a(value, kind):
-        raise ValueError(text)
-    return float(value) if kind is float else value
-
-
-def override(args):
-    """NAME=VALUE strings -> module constants, each one printed; UserError for a wrong name or type."""
-    for arg in args:
-        name, equals, text = arg.partition("=")
-        if not equals or name not in CONSTANTS:
-            near = difflib.get_close_matches(name.upper(), CONSTANTS)
-            also = f"; did you mean {', '.join(near)}?" if near else ""
-            raise UserError(f"unknown setting {name!r}{also}")
-        hint = CONSTANTS[name]
-        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        try:
-            none = text == "None" and type(None) in kinds
-            globals()[name] = None if none else convert(text, kinds[0])
-        except (ValueError, SyntaxError, TypeError):
-            wanted = {bool: "True or False", dict: "a dict such as {'name': False}"}.get(
-                hint, hint if typing.get_args(hint) else hint.__name__)
-            raise UserError(f"{name}={text}: expected {wanted}") from None
-        print(f"setting {name} = {globals()[name]!r}")
+    return settings.values(THIS_MODULE)
 
 
 def check_settings():
     """Everything that can be said before a file or a device is touched."""
-    for name, hint in CONSTANTS.items():  # they may have been edited
-        value, wanted = globals()[name], hint if typing.get_args(hint) else hint.__name__
-        require(is_a(value, hint), f"{name} = {value!r}: must be of type {wanted}")
-    for name in ("SEQ_LEN", "NUM_ANCHORS", "DRAFT_LAYERS", "SLIDING_WINDOW", "INIT_STD", "EPOCHS", "STEPS",
-                 "STOP_AT", "ROWS_PER_STEP", "LR", "CLIP", "GAMMA", "LOSS_CHUNK", "QUEUE_DEPTH", "LOG_EVERY",
-                 "SAVE_EVERY", "KEEP", "STALL_S", "K_BAD", "MAX_NEW_TOKENS"):
-        value = globals()[name]
-        require(value is None or 0 < value < math.inf, f"{name} = {value}: must be a number above 0")
+    settings.check_types(THIS_MODULE)  # they may have been edited
+    settings.require_positive(
+        THIS_MODULE, "SEQ_LEN", "NUM_ANCHORS", "DRAFT_LAYERS", "SLIDING_WINDOW", "INIT_STD", "EPOCHS", "STEPS",
+        "STOP_AT", "ROWS_PER_STEP", "LR", "CLIP", "GAMMA", "LOSS_CHUNK", "QUEUE_DEPTH", "LOG_EVERY", "SAVE_EVERY",
+        "KEEP", "STALL_S", "K_BAD", "MAX_NEW_TOKENS")
     for name, ok, wanted in (
             ("BLOCK_SIZE", BLOCK_SIZE >= 2, "must be 2 or more, the anchor and at least one drafted token"),
             ("OUT", OUT, "name a directory"),
@@ -205,10 +152,10 @@ def check_settings():
             ("ROWS_PER_STEP", ROWS_PER_STEP >= len(DRAFTER_DEVICES),
              f"too few for {len(DRAFTER_DEVICES)} drafters, DRAFTER_DEVICES = {DRAFTER_DEVICES}")):
         require(ok, f"{name} = {globals()[name]!r}: {wanted}")
-    require_one_of("LOSS", LOSS, ("decay", "dpace"))
-    require_one_of("LOSS_FORM", LOSS_FORM, ("fused", "checkpoint"))
+    settings.require_one_of("LOSS", LOSS, ("decay", "dpace"))
+    settings.require_one_of("LOSS_FORM", LOSS_FORM, ("fused", "checkpoint"))
     for kind in LAYER_TYPES or ():
-        require_one_of("an entry of LAYER_TYPES", kind, ("full_attention", "sliding_attention"))
+        settings.require_one_of("an entry of LAYER_TYPES", kind, ("full_attention", "sliding_attention"))
 
 
 def device_names():
@@ -225,8 +172,8 @@ def require_devices(name, devices):
 
 def read_conversations(spec, tokenizer, what, vocab, out=None, tick=lambda: None):
     """DATA or EVAL_DATA -> Conversations (tools/conversations.py), from the cache after the first time."""
-    settings = Settings(tokenizer, SEQ_LEN, CHAT_TEMPLATE_KWARGS, vocab)
-    return build_conversations(spec, settings, MAX_BAD_SHARE, what, out, tick)
+    reader = Settings(tokenizer, SEQ_LEN, CHAT_TEMPLATE_KWARGS, vocab)
+    return build_conversations(spec, reader, MAX_BAD_SHARE, what, out, tick)
 
 
 # ------------------------------------------------------------------------------------------ the target
@@ -1009,7 +956,7 @@ def run_threads(run):
             run.log(f"thread {thread.name} does not end; leaving without it")
             code = finish(run)  # says what ended the run
             sys.stdout.flush()
-            os._exit(code or EXIT_ERROR)
+            os._exit(code or settings.EXIT_ERROR)
 
 
 @contextmanager
@@ -1072,11 +1019,11 @@ def finish(run):
     if best and (run.out / "best").exists():  # not that of another folder's run
         text += f"; best tau {best['tau']:.3f} at step {best['step']}"
     if run.error:
-        code, text = EXIT_ERROR, f"ERROR in {run.error}"
+        code, text = settings.EXIT_ERROR, f"ERROR in {run.error}"
     elif run.saver.failed:
-        code, text = EXIT_ERROR, f"ERROR: the last save failed: {run.saver.failed}"
+        code, text = settings.EXIT_ERROR, f"ERROR: the last save failed: {run.saver.failed}"
     elif error := run.lines.append("metrics.jsonl"):
-        code, text = EXIT_ERROR, f"ERROR: the last lines of metrics.jsonl could not be written: {error}"
+        code, text = settings.EXIT_ERROR, f"ERROR: the last lines of metrics.jsonl could not be written: {error}"
     elif run.signal:
         code, text = 128 + run.signal, f"ended by signal {run.signal}; `latest` is the last complete step"
     run.log(text)
@@ -1163,33 +1110,19 @@ def main(argv):
     mode, rest = (argv[0], argv[1:]) if argv and "=" not in argv[0] else ("train", argv)
     if {"-h", "--help"} & set(argv):
         return print(__doc__) or 0
-    try:
-        require_one_of("mode", mode, MODES)
+
+    def start():
+        settings.require_one_of("mode", mode, MODES)
         if mode == "demo":
             for name, value in DEMO.items():
-                require_one_of("a name in DEMO", name, CONSTANTS)
+                settings.require_one_of("a name in DEMO", name, settings.declared(THIS_MODULE))
                 globals()[name] = value
         words = [word for word in rest if mode == "inspect" and "=" not in word]
-        override(word for word in rest if word not in words)
+        settings.override(THIS_MODULE, [word for word in rest if word not in words])
         check_settings()
-        code = MODES[mode](*words)
-        sys.stdout.flush()
-        return code
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return EXIT_USER
-    except BrokenPipeError:  # `inspect | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 128 + signal.SIGPIPE
-    except KeyboardInterrupt:  # before the threads start, or outside training: nothing to save
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except (RuntimeError, MemoryError) as e:  # torch.OutOfMemoryError is a RuntimeError
-        text = out_of_memory(e)
-        if text is None:
-            raise
-        print(f"error: {text}", file=sys.stderr)
-        return EXIT_ERROR
+        return MODES[mode](*words)
+
+    return settings.user_errors_as_lines(start)
 
 
 if __name__ == "__main__":

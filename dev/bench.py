@@ -34,7 +34,7 @@ import torch
 from bench_rig import (  # puts the trainer on the path
     SHAPES, Meter, Rig, Steps, free, loop_ms, specforge_steps, table)
 
-from dflash_trainer import errors  # noqa: E402
+from dflash_trainer import errors, settings  # noqa: E402
 import flex_utils
 import model_drafter as md
 import train_dflash as td
@@ -326,7 +326,7 @@ def main(words):
             rest.append(word)
             continue
         try:
-            globals()[name] = td.convert(text, SETTINGS[name])
+            globals()[name] = settings.convert(text, SETTINGS[name])
         except (ValueError, SyntaxError):
             raise errors.UserError(f"{word}: expected {SETTINGS[name]}") from None
     choices = ("SHAPE", [SHAPE], SHAPES), ("VARIANTS", VARIANTS, KINDS), ("PARTS", PARTS, parts)

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import model_drafter as md  # noqa: E402
 import train_dflash as td  # noqa: E402
-from dflash_trainer import checkpoints  # noqa: E402
+from dflash_trainer import checkpoints, settings  # noqa: E402
 from dflash_trainer.devices import replica_of  # noqa: E402
 
 CONVERSATIONS = (0.3, 0.22, 0.18, 0.14, 0.1, 0.06)  # shares of a packed row
@@ -170,7 +170,7 @@ class Rig:
     def __init__(self, shape, device, words):
         self.device, (self.sizes, constants) = device, SHAPES[shape]
         vars(td).update(constants, ROWS_PER_STEP=1, LR=1e-4)
-        td.override(words)
+        settings.override(td, words)
         c, like = self.config(), dict(device=device, dtype=td.compute_dtype(device))
         self.embed = torch.nn.Embedding(c.vocab_size, c.hidden_size, **like).requires_grad_(False)
         linear = torch.nn.Linear(c.hidden_size, c.vocab_size, bias=False, **like)

@@ -12,6 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dflash_trainer import errors  # noqa: E402
+from dflash_trainer import settings  # noqa: E402
 import train_dflash as td  # noqa: E402
 
 
@@ -23,7 +24,7 @@ def prompts(path, n):
 
 def main(words):
     n = next((int(w[2:]) for w in words if w.startswith("N=")), 20)
-    td.override([w for w in words if not w.startswith("N=")])
+    settings.override(td, [w for w in words if not w.startswith("N=")])
     model, tokenizer, w = td.open_checkpoint()
     stop = td.decoding.prepare_decoding(model, tokenizer)
     seconds, tokens, passes, equal, texts = [0.0, 0.0], [0, 0], 0, 0, prompts(td.EVAL_DATA, n)

@@ -3,9 +3,9 @@
 import os
 import re
 import resource
+import sys
 from contextlib import contextmanager
 
-import torch
 
 
 
@@ -35,14 +35,16 @@ def user_error_on(text, *kinds):
 
 def out_of_memory(error):
     """One line with the device, its budget and what to lower; None for any other error."""
+    torch = sys.modules.get("torch")  # programs that do without it report errors as well
     text = (str(error).strip() or "MemoryError").splitlines()[0]
     on_host = isinstance(error, MemoryError) or "can't allocate memory" in text  # torch raises RuntimeError
-    if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
+    on_device = torch is not None and isinstance(error, torch.OutOfMemoryError)
+    if on_device and torch.cuda.is_available():
         named = re.search(r"GPU (\d+)", text)  # the main thread's current device need not be the full one
         i = int(named[1]) if named else torch.cuda.current_device()
         device, total = f"cuda:{i}", torch.cuda.get_device_properties(i).total_memory
         peak = torch.cuda.max_memory_allocated(i)
-    elif on_host or isinstance(error, torch.OutOfMemoryError):
+    elif on_host or on_device:
         device, total = "host", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
     else:

@@ -47,7 +47,7 @@ PAD, BOS, EOS, MASK, START, USER, ASSISTANT, FIRST_WORD = range(8)  # token ids;
 FIELDS = ("step loss accept_len lr grad_norm tokens_per_s step_ms wait_ms target_wait_ms reduce_ms queue "
           "mem_gib skipped bad_rows").split()  # design, section 4
 TIMED = {"tokens_per_s", "step_ms", "wait_ms", "target_wait_ms", "reduce_ms", "queue", "mem_gib"}
-DEFAULTS = {name: getattr(trainer, name) for name in trainer.CONSTANTS}
+DEFAULTS = {name: getattr(trainer, name) for name in trainer.constants()}
 TINY = dict(TARGET_DEVICES="cpu", DRAFTER_DEVICES="cpu", SEQ_LEN=64, NUM_ANCHORS=8, BLOCK_SIZE=4,
             DRAFT_LAYERS=2, TARGET_LAYER_IDS="0,2", ROWS_PER_STEP=2, STEPS=6, LR=0.003, EVAL_EVERY=0,
             SAVE_EVERY=1000, LOG_EVERY=1, STALL_S=120)

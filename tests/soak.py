@@ -36,7 +36,7 @@ import torch  # noqa: E402
 
 import common  # noqa: E402
 import train_dflash as trainer  # noqa: E402
-from dflash_trainer import checkpoints  # noqa: E402
+from dflash_trainer import checkpoints, settings  # noqa: E402
 
 PARTS: list[str] = ["kills", "faults", "memory"]
 KILLS: int = 200           # kill -9
@@ -412,7 +412,7 @@ def override(words):
         if name not in SETTINGS:
             raise SystemExit(f"soak: unknown setting {name!r}; there are {', '.join(SETTINGS)}")
         try:
-            globals()[name] = trainer.convert(text, SETTINGS[name])
+            globals()[name] = settings.convert(text, SETTINGS[name])
         except (ValueError, SyntaxError):
             raise SystemExit(f"soak: {word}: expected {SETTINGS[name]}") from None
     wrong = [p for p in PARTS if p not in ("kills", "faults", "memory")]

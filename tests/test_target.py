@@ -12,7 +12,8 @@ from test_families import SHAPE, qwen3_5
 
 import flex_utils
 import train_dflash as td
-from dflash_trainer.errors import (UserError)
+from dflash_trainer import settings
+from dflash_trainer.errors import UserError
 from tools import random_target
 from dflash_trainer import target as target_files
 from dflash_trainer.devices import replica_of
@@ -239,7 +240,7 @@ def test_a_kernel_too_large_for_the_card_ends_in_one_line(wrapped, monkeypatch, 
         raise ValueError(text)
 
     monkeypatch.setattr(flex_utils, "attend_dense", attend)
-    assert common.train(common.scratch() / f"too_large_{wrapped}") == td.EXIT_ERROR
+    assert common.train(common.scratch() / f"too_large_{wrapped}") == settings.EXIT_ERROR
     said = capsys.readouterr().out
     assert f"thread drafter-0: {text} Set SMALL_KERNELS = True, or COMPILE = False" in said
     assert "Traceback" not in said and "VERBOSE" not in said

@@ -190,7 +190,7 @@ def test_log_fields_and_eval_fields(one_and_one):
 
 def test_run_json_holds_versions_and_constants(one_and_one):
     facts = json.loads((one_and_one / "run.json").read_text())
-    assert facts["torch"] == torch.__version__ and facts["constants"].keys() == trainer.CONSTANTS.keys()
+    assert facts["torch"] == torch.__version__ and facts["constants"].keys() == trainer.constants().keys()
     assert facts["constants"]["ROWS_PER_STEP"] == 3
 
 
