@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from test_families import SHAPE, qwen3_5
 
 import flex_utils
-import train_dflash as td
 from dflash_trainer import settings
 from dflash_trainer.errors import UserError
 from tools import random_target
