@@ -218,19 +218,32 @@ def slot_weights(ce, counts, kind, gamma, alpha=0.5):
 
 # --------------------------------------------------------------------------------------------- loss
 
-def _cap(logits, softcap):
+def cap(logits, softcap):
+    """Soft cap of some targets: |logits| stays below it."""
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 class Head(nn.Module):
-    """The target's frozen output layer, with its soft cap if any. hidden (M, D) -> logits (M, V)."""
+    """The target's frozen output layer, with its soft cap if any. hidden (M, D) -> logits (M, V).
+
+    A fused loss needs the two products of it that another class may compute in another precision: logits()
+    and grad_hidden(), which gets the gradient as the loss wrote it.
+    """
 
     def __init__(self, linear, softcap=None):
         super().__init__()
         self.linear, self.softcap = linear, softcap
 
     def forward(self, hidden):
-        return _cap(self.linear(hidden), self.softcap)
+        return cap(self.logits(hidden), self.softcap)
+
+    def logits(self, hidden):
+        """Before the soft cap."""
+        return self.linear(hidden)
+
+    def grad_hidden(self, grad_logits, dtype):
+        """d loss / d logits() (M, V) -> d loss / d hidden (M, D)."""
+        return torch.mm(grad_logits, self.linear.weight).to(dtype)
 
 
 def _ce_of_chunk(hidden, head, labels):
@@ -238,17 +251,22 @@ def _ce_of_chunk(hidden, head, labels):
     return F.cross_entropy(logits.float(), labels, reduction="none"), logits.argmax(-1) == labels
 
 
-def ce_and_grad(logits, labels, softcap):
-    """raw logits (M, V) -> ce (M,), argmax == label (M,); the logits become d ce / d logits, in place."""
-    capped = _cap(logits.float(), softcap)
+def ce_with_grad(logits, labels, softcap):
+    """raw logits (M, V) -> ce (M,), argmax == label (M,), d ce / d logits (M, V) in fp32."""
+    capped = cap(logits.float(), softcap)
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
     lse, correct = capped.logsumexp(-1), capped.argmax(-1) == labels
     ce = lse - torch.where(is_label, capped, 0.0).sum(-1)
     grad = torch.exp(capped - lse[:, None]) - is_label.float()
     if softcap is not None:
         grad = grad * (1 - (capped / softcap).square())
-    logits.copy_(grad)
-    return ce, correct
+    return ce, correct, grad
+
+
+def ce_and_grad(logits, labels, softcap):
+    """ce_with_grad whose gradient takes the place of the logits, in their dtype."""
+    ce, correct, grad = ce_with_grad(logits, labels, softcap)
+    return ce, correct, logits.copy_(grad)
 
 
 class _FusedCE(torch.autograd.Function):
@@ -256,14 +274,14 @@ class _FusedCE(torch.autograd.Function):
     recomputed. Per-row weights come later, as the incoming gradient (M,)."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, softcap, labels, chunk, ce_and_grad):
+    def forward(ctx, hidden, head, labels, chunk, ce_and_grad):
         ce, correct = labels.new_empty(labels.shape, dtype=torch.float32), labels.bool()
         grad = torch.empty_like(hidden)
         for i in range(0, labels.numel(), chunk):
             rows = slice(i, i + chunk)
-            logits = F.linear(hidden[rows], weight, bias)
-            ce[rows], correct[rows] = ce_and_grad(logits, labels[rows], softcap)
-            torch.mm(logits, weight, out=grad[rows])
+            logits = head.logits(hidden[rows])
+            ce[rows], correct[rows], grad_logits = ce_and_grad(logits, labels[rows], head.softcap)
+            grad[rows] = head.grad_hidden(grad_logits, hidden.dtype)
         ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(correct)
         return ce, correct
@@ -271,7 +289,7 @@ class _FusedCE(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_ce, _):
         (grad,) = ctx.saved_tensors
-        return grad * grad_ce[:, None].to(grad.dtype), *(None,) * 6
+        return grad * grad_ce[:, None].to(grad.dtype), *(None,) * 4
 
 
 def chunked_ce(hidden, head, labels, chunk, form="checkpoint", ce_and_grad=ce_and_grad):
@@ -281,8 +299,7 @@ def chunked_ce(hidden, head, labels, chunk, form="checkpoint", ce_and_grad=ce_an
     hidden gradient in forward. Either way no more than one chunk's logits are in memory.
     """
     if form == "fused" and torch.is_grad_enabled() and hidden.requires_grad:
-        weight, bias = head.linear.weight, head.linear.bias
-        return _FusedCE.apply(hidden, weight, bias, head.softcap, labels, chunk, ce_and_grad)
+        return _FusedCE.apply(hidden, head, labels, chunk, ce_and_grad)
     parts = [checkpoint(_ce_of_chunk, h, head, y, use_reentrant=False, preserve_rng_state=False)
              for h, y in zip(hidden.split(chunk), labels.split(chunk))]
     return tuple(torch.cat(p) for p in zip(*parts))
