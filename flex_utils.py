@@ -16,6 +16,7 @@ import re
 import threading
 import time
 import types
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -27,14 +28,16 @@ TILE = 128  # edge of a BlockMask tile, flex_attention's default
 
 # ----------------------------------------------------------------------------------------- the mask
 
-def visible(q, kv, start, anchor, seq_len, block_size, window):
+def visible(q: torch.Tensor, kv: torch.Tensor, start: torch.Tensor, anchor: torch.Tensor, seq_len: int,
+            block_size: int, window: int | None) -> torch.Tensor:
     """May query slot `q` (0..Q-1) see key `kv` (0..KV-1)? Index tensors of any broadcastable shapes -> bool.
 
     start, anchor: (N,) row indices of the first token of the block's conversation and of the anchor. A
     padding block has anchor <= start and sees itself only. Source: DFlash, arXiv 2602.06036; sliding layers
     as z-lab's client, vLLM and SGLang run them: causal inside the block, window counted from the slot.
     """
-    block, slot = q // block_size, q % block_size
+    block = q // block_size
+    slot = q % block_size
     own_slot = (kv - seq_len) % block_size
     context = (kv < anchor[block]) & (kv >= start[block])  # strictly before the anchor: the label can't leak
     own = (kv >= seq_len) & ((kv - seq_len) // block_size == block)
@@ -44,50 +47,116 @@ def visible(q, kv, start, anchor, seq_len, block_size, window):
     return context | own
 
 
-def dense_mask(start, anchor, seq_len, block_size, window):
-    """(Q, KV) bool, True = visible."""
+def dense_mask(start: torch.Tensor, anchor: torch.Tensor, seq_len: int, block_size: int,
+               window: int | None) -> torch.Tensor:
+    """(Q, KV) bool, True = visible; arguments as in visible()."""
     n_queries = anchor.numel() * block_size
     q = torch.arange(n_queries, device=anchor.device)[:, None]
     kv = torch.arange(seq_len + n_queries, device=anchor.device)[None, :]
     return visible(q, kv, start, anchor, seq_len, block_size, window)
 
 
-def tile_states(start, anchor, seq_len, block_size, window):
-    """Per (query tile, key tile): 0 = no pair visible, 1 = some, 2 = all: the mask function may be skipped.
+EMPTY, PARTIAL, FULL = range(3)  # of a tile: no pair of it is visible, some are, all are
 
-    Only context tiles can be 2. Exact for 0 (tested against dense_mask); costs O(tiles * blocks per tile).
+
+def overlaps(first: torch.Tensor, end: torch.Tensor, other_first: torch.Tensor,
+             other_end: torch.Tensor) -> torch.Tensor:
+    """Do the half-open intervals [first, end) and [other_first, other_end) share an index?"""
+    return first.maximum(other_first) < end.minimum(other_end)
+
+
+def covers(first: torch.Tensor, end: torch.Tensor, other_first: torch.Tensor,
+           other_end: torch.Tensor) -> torch.Tensor:
+    """Does [first, end) hold all of [other_first, other_end)?"""
+    return (first <= other_first) & (end >= other_end)
+
+
+def tile_states(start: torch.Tensor, anchor: torch.Tensor, seq_len: int, block_size: int,
+                window: int | None) -> torch.Tensor:
+    """State of every (query tile, key tile) pair, (QT, KT) int32: EMPTY, PARTIAL or FULL.
+
+    The kernels skip EMPTY tiles and, in FULL ones, the mask function: a wrong FULL leaks labels. Only context
+    tiles can be FULL. EMPTY is exact (tested against dense_mask). Costs O(tiles * blocks per tile).
+
+    Example with tiles of 4 instead of 128: 12 context tokens of one conversation, blocks of 4 slots with
+    anchors 4 and 9, no window. Keys 0-11 are the context, 12-15 the first block's own slots, 16-19 the second's.
+
+        keys                0 1 2 3 | 4 5 6 7 | 8 9 . . | 12 - 15 | 16 - 19
+        block of anchor 4   x x x x |         |         | x x x x |            sees 0-3
+        block of anchor 9   x x x x | x x x x | x       |         | x x x x    sees 0-8
+
+        states              FULL      EMPTY     EMPTY     PARTIAL   EMPTY
+                            FULL      FULL      PARTIAL   EMPTY     PARTIAL
     """
-    device, n_queries = anchor.device, anchor.numel() * block_size
-    n_keys, reach = seq_len + n_queries, window if window is not None else seq_len + block_size
-    q0 = torch.arange(0, n_queries, TILE, device=device)[:, None]  # (QT, 1) first query of each tile
-    k0 = torch.arange(0, n_keys, TILE, device=device)  # (KT,) first key
-    q1, k1 = (q0 + TILE).clamp(max=n_queries), (k0 + TILE).clamp(max=n_keys)
-    per_tile = (TILE - 1) // block_size + 2  # blocks that a tile can touch; the last ones may repeat
-    block = q0 // block_size + torch.arange(per_tile, device=device)
-    block = block.minimum((q1 - 1) // block_size)[..., None]  # (QT, P, 1)
-    a, s, first_slot = anchor[block], start[block], block * block_size
-    low = (q0[..., None] - first_slot).clamp(min=0)  # first and last slot of the block in this tile
-    high = (q1[..., None] - first_slot).clamp(max=block_size) - 1
+    n_queries = anchor.numel() * block_size
+    n_keys = seq_len + n_queries
+    key_first = torch.arange(0, n_keys, TILE, device=anchor.device)  # (KT,)
+    key_end = (key_first + TILE).clamp(max=n_keys)
+    block, slot_first, slot_last = blocks_of_query_tiles(n_queries, block_size, anchor.device)  # (QT, P, 1) each
 
-    def first_key(slot):  # of the context that the slot sees; its last is a - 1
-        return s.maximum(a + slot - reach + 1)
+    # A slot sees the context from some key up to its anchor. A window moves that first key on from slot to
+    # slot: of a block's slots in the tile the first one sees the most, the last one the least.
+    context_end = anchor[block]
+    most_first = first_context_key(start[block], context_end, slot_first, window)
+    least_first = first_context_key(start[block], context_end, slot_last, window)
+    context_partial = overlaps(most_first, context_end, key_first, key_end).any(1)  # (QT, P, KT) -> (QT, KT)
+    context_full = covers(least_first, context_end, key_first, key_end).all(1)
 
-    some = (first_key(low).maximum(k0) < a.minimum(k1.clamp(max=seq_len))).any(1)  # (QT, P, KT) -> (QT, KT)
-    full = ((first_key(high) <= k0) & (a >= k1)).all(1)
-
-    own_low = ((k0 - seq_len).clamp(min=0) - first_slot).clamp(min=0)  # the block's slots in the key tile
-    own_high = (k1 - seq_len - first_slot).clamp(max=block_size) - 1
-    own = own_low <= own_high
-    if window is not None:  # some q - k in 0..W-1; q - k is all of low - own_high .. high - own_low
-        own = own & (high >= own_low) & (low - own_high < window)
-    return torch.where(full, 2, (some | own.any(1)).int())
+    own_partial = sees_own_block(block, slot_first, slot_last, key_first - seq_len, key_end - seq_len,
+                                 block_size, window).any(1)
+    return torch.where(context_full, FULL, (context_partial | own_partial).int())
 
 
-def block_mask(start, anchor, seq_len, block_size, window):
+def blocks_of_query_tiles(n_queries: int, block_size: int,
+                          device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The P blocks that each query tile touches, and the first and last slot of each in it, (QT, P, 1).
+
+    Every tile gets the same P, the most that any can touch; where it touches fewer, its last block repeats.
+    """
+    query_first = torch.arange(0, n_queries, TILE, device=device)[:, None]  # (QT, 1)
+    query_end = (query_first + TILE).clamp(max=n_queries)
+    most = (TILE - 1) // block_size + 2
+    block = query_first // block_size + torch.arange(most, device=device)
+    block = block.minimum((query_end - 1) // block_size)[..., None]
+    block_first = block * block_size
+    slot_first = (query_first[..., None] - block_first).clamp(min=0)
+    slot_last = (query_end[..., None] - block_first).clamp(max=block_size) - 1
+    return block, slot_first, slot_last
+
+
+def first_context_key(start: torch.Tensor, anchor: torch.Tensor, slot: torch.Tensor,
+                      window: int | None) -> torch.Tensor:
+    """The first context token that a slot sees; the last one is anchor - 1."""
+    if window is None:
+        return start
+    return start.maximum(anchor + slot - window + 1)
+
+
+def sees_own_block(block: torch.Tensor, slot_first: torch.Tensor, slot_last: torch.Tensor,
+                   key_first: torch.Tensor, key_end: torch.Tensor, block_size: int,
+                   window: int | None) -> torch.Tensor:
+    """Does a slot of `block` from slot_first to slot_last see a slot of its block in [key_first, key_end)?
+
+    Keys count from the first block's first slot here; context tiles have negative ones.
+    """
+    block_first = block * block_size
+    own_first = (key_first.clamp(min=0) - block_first).clamp(min=0)  # the block's slots in the key tile
+    own_last = (key_end - block_first).clamp(max=block_size) - 1
+    sees = own_first <= own_last
+    if window is None:
+        return sees
+    # seen: 0 <= query slot - key slot < window. The differences in this pair of tiles are all from
+    # slot_first - own_last to slot_last - own_first
+    return sees & (slot_last >= own_first) & (slot_first - own_last < window)
+
+
+def block_mask(start: torch.Tensor, anchor: torch.Tensor, seq_len: int, block_size: int,
+               window: int | None) -> BlockMask:
     """BlockMask of (Q, KV) from the anchors: no Q*KV pairs evaluated, no tracing, no host sync."""
     state = tile_states(start, anchor, seq_len, block_size, window)
 
-    def listed(hit):  # dense (tiles, tiles) -> how many in each row, and their indices first
+    def listed(hit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tiles, tiles) bool -> how many are hit in each row, and the row's indices with those first."""
         order = hit.int().argsort(dim=-1, descending=True, stable=True).int()
         # the kernels read a row's indices side by side: argsort keeps the strides of a transposed table
         return hit.sum(-1, dtype=torch.int32)[None, None], order.contiguous()[None, None]
@@ -96,28 +165,31 @@ def block_mask(start, anchor, seq_len, block_size, window):
         return visible(q, kv, start, anchor, seq_len, block_size, window)
 
     n_queries = anchor.numel() * block_size
-    mask = BlockMask.from_kv_blocks(*listed(state == 1), *listed(state == 2), BLOCK_SIZE=TILE,
-                                    mask_mod=mask_mod, seq_lengths=(n_queries, seq_len + n_queries),
-                                    compute_q_blocks=False)
+    mask = BlockMask.from_kv_blocks(
+        *listed(state == PARTIAL), *listed(state == FULL), BLOCK_SIZE=TILE, mask_mod=mask_mod,
+        seq_lengths=(n_queries, seq_len + n_queries), compute_q_blocks=False)
     # the transposed lists that backward reads: torch 2.13's own way writes to fx's process-wide metadata
     # without a lock, and two threads in it raise KeyError: 'custom'
-    mask.q_num_blocks, mask.q_indices = listed(state.T == 1)
-    mask.full_q_num_blocks, mask.full_q_indices = listed(state.T == 2)
+    mask.q_num_blocks, mask.q_indices = listed(state.T == PARTIAL)
+    mask.full_q_num_blocks, mask.full_q_indices = listed(state.T == FULL)
     return mask
 
 
 # ------------------------------------------------------------------------------- the attention call
 
-def attend_dense(q, k, v, mask):
+def attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """q (1, Hq, Q, hd), k and v (1, Hkv, KV, hd), mask (Q, KV) bool -> (1, Hq, Q, hd)."""
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
 
-def attend_flex(options=None):
-    """The same call for a BlockMask; `options`: kernel_options of flex_attention. Raises outside a compiled
-    function: there flex_attention materialises Q*KV scores in silence and traces without a lock, which
-    crashes the other threads (pytorch#136196). That is also what dynamo does at its recompile limit."""
-    def attend(q, k, v, mask):
+def attend_flex(options: dict | None = None) -> Callable:
+    """attend_dense's call for a BlockMask; `options`: kernel_options of flex_attention.
+
+    The call raises RuntimeError outside a compiled function: there flex_attention materialises Q*KV scores in
+    silence and traces without a lock, which crashes the other threads (pytorch#136196). Dynamo does the same
+    at its recompile limit.
+    """
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> torch.Tensor:
         if not torch.compiler.is_dynamo_compiling():  # constant True while dynamo traces; eager code: False
             raise RuntimeError(f"flex_attention ran uncompiled (dense) in thread "
                                f"{threading.current_thread().name}: q {tuple(q.shape)}, k {tuple(k.shape)}, "
@@ -126,32 +198,39 @@ def attend_flex(options=None):
     return attend
 
 
-def small_kernel_options():
+def small_kernel_options() -> dict:
     """Tiles for about 99 KB of shared memory a block (compute capability 8.6, 8.9, 12.0), head_dim 128."""
     return {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_M1": 32, "BLOCK_N1": 32, "BLOCK_M2": 32, "BLOCK_N2": 32,
             "fwd_num_stages": 2, "bwd_num_stages": 1}
 
 
-def make_attention(device, compiled, small=None):
-    """-> (attend, make_mask) for a device: flex_attention under torch.compile on CUDA, dense elsewhere.
-    small: tiles for little shared memory; None: where the device has less than its large tiles need."""
+def make_attention(device: torch.device, compiled: bool, small: bool | None = None) -> tuple[Callable, Callable]:
+    """(attend, make_mask) for a device: flex_attention under torch.compile on CUDA, dense elsewhere.
+
+    small: use the tiles for little shared memory; None: where the device has less than the large tiles need.
+    """
     if not (compiled and device.type == "cuda"):
         return attend_dense, dense_mask
     if small is None:
-        small = torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 160 * 1024
+        shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        small = shared_memory < 160 * 1024
     return attend_flex(small_kernel_options() if small else None), block_mask
 
 
-def too_large_for_device(error):
-    """A kernel that needs more shared memory than the device has, as one line with what to set, else None.
-    Triton's error comes as it is or within inductor's, from compiling, autotuning or backward."""
+def too_large_for_device(error: BaseException) -> str | None:
+    """One line with what to set when a kernel needs more shared memory than the device has, else None.
+
+    Triton raises that error as it is or inside inductor's: from compiling, autotuning or backward.
+    """
     found = re.search(r"out of resource: .*", str(error))
-    return found and f"{found[0]} Set SMALL_KERNELS = True, or COMPILE = False where it is True already"
+    if found is None:
+        return None
+    return f"{found[0]} Set SMALL_KERNELS = True, or COMPILE = False where it is True already"
 
 
 # ----------------------------------------------------------------------------- compile-safe threads
 
-def worker_compile_settings(n_devices):
+def worker_compile_settings(n_devices: int) -> None:
     """Call INSIDE each worker thread: from torch 2.12 on dynamo's configuration belongs to the thread.
 
     One entry per layer type, train/eval and loss part must fit, for each device where threads share code; at
@@ -161,12 +240,16 @@ def worker_compile_settings(n_devices):
     dynamo.recompile_limit = 16 * max(4, n_devices)
     dynamo.accumulated_recompile_limit = 64 * max(4, n_devices)
     dynamo.fail_on_recompile_limit_hit = True
+
+
+def worker_memory_settings() -> None:
+    """Call INSIDE each worker thread, as worker_compile_settings; memory alone depends on it, no result does."""
     # pointwise values (norms, silu * up) are made again in backward: 2 GiB less at the 27B shape
     torch._functorch.config.activation_memory_budget = 0.9
 
 
 @functools.cache
-def clone_code(function, owner):
+def clone_code(function: types.FunctionType, owner: Hashable) -> types.FunctionType:
     """The function with a code object that is the owner's alone."""
     name = f"{function.__name__}_{owner}"
     copy = types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name,
@@ -175,7 +258,7 @@ def clone_code(function, owner):
     return copy
 
 
-def compiled(function, owner, backend="inductor"):
+def compiled(function: Callable, owner: Hashable, backend: str | Callable = "inductor") -> Callable:
     """torch.compile of an owner's own copy of a function or method, for the one thread that calls it. Copies
     are kept; a module whose `forward` this replaces must not be deep-copied.
 
@@ -204,29 +287,46 @@ class Gate:
     which holds nothing of this: code there must not take the gate.
     """
 
-    def __init__(self, first_step_lock):
-        self._lock, self._cond = first_step_lock, threading.Condition()
-        self._seen, self._first_done = set(), set()
-        self._readers, self._writer, self._writers_waiting = 0, None, 0
-        self.violations, self._names = [], set()
+    def __init__(self, first_step_lock: threading.Lock):
+        self._first_step_lock = first_step_lock
+        self._first_step_done = set()     # threads; the objects, for idents are used again
+        self._condition = threading.Condition()
+        self._seen = set()                # (thread, kind, grad mode, signature) that have run
+        self._thread_names = set()        # of all that ever entered
+        self._side_by_side = 0            # threads inside with known work
+        self._alone = None                # (thread name, kind, grad mode, signature, since) of new work
+        self._waiting_to_run_alone = 0
+        self.violations = []              # compiles outside the gate, in words
 
     @contextmanager
-    def first_step(self):
-        me = threading.current_thread()  # the object: idents are used again
-        if me in self._first_done:
+    def first_step(self) -> Iterator[bool]:
+        """Hold FIRST_STEP_LOCK around a thread's first step, until one succeeds; after that do nothing.
+
+        Yields whether this is the first.
+        """
+        me = threading.current_thread()
+        if me in self._first_step_done:
             yield False
             return
-        with self._lock:
+        with self._first_step_lock:
             yield True
-            self._first_done.add(me)  # not reached when the step raises
+            self._first_step_done.add(me)  # not reached when the step raises
 
     @contextmanager
-    def work(self, kind, *signature):
-        """kind: 'train', 'eval', 'target', 'update'; signature: what makes a new graph (device, shapes, ...)."""
-        key = (threading.current_thread(), kind, torch.is_grad_enabled(), signature)
+    def work(self, kind: str, *signature: Hashable) -> Iterator[bool]:
+        """Run alone when this thread has not run this before, else beside others. Yields whether alone.
+
+        kind: 'train', 'eval', 'target', 'update'; signature: what makes a new graph (device, shapes, dtypes).
+        Raises RuntimeError on leaving when a compile was started outside the gate.
+        """
+        me = threading.current_thread()
+        key = (me, kind, torch.is_grad_enabled(), signature)
         alone = key not in self._seen
-        self._names.add(key[0].name)
-        self._enter_alone(key) if alone else self._enter()
+        self._thread_names.add(me.name)
+        if alone:
+            self._enter_alone(key)
+        else:
+            self._enter_beside_others()
         try:
             yield alone
             if self.violations:
@@ -234,49 +334,55 @@ class Gate:
             if alone:
                 self._seen.add(key)
         finally:
-            with self._cond:
-                if alone:
-                    self._writer = None
-                else:
-                    self._readers -= 1
-                if alone or not self._readers:
-                    self._cond.notify_all()
+            self._leave(alone)
 
-    def _enter(self):
-        with self._cond:
-            while self._writer or self._writers_waiting:  # a waiting writer goes first: it can't starve
-                self._cond.wait()
-            self._readers += 1
+    def _enter_beside_others(self) -> None:
+        with self._condition:
+            while self._alone or self._waiting_to_run_alone:  # who waits to run alone goes first: no starving
+                self._condition.wait()
+            self._side_by_side += 1
 
-    def _enter_alone(self, key):
-        with self._cond:
-            self._writers_waiting += 1
+    def _enter_alone(self, key: tuple) -> None:
+        with self._condition:
+            self._waiting_to_run_alone += 1
             try:
-                while self._writer or self._readers:
-                    self._cond.wait()
-                self._writer = (threading.current_thread().name, *key[1:], time.monotonic())
+                while self._alone or self._side_by_side:
+                    self._condition.wait()
+                self._alone = (threading.current_thread().name, *key[1:], time.monotonic())
             finally:
-                self._writers_waiting -= 1
-                if not self._writer:
-                    self._cond.notify_all()
+                self._waiting_to_run_alone -= 1
+                if not self._alone:
+                    self._condition.notify_all()
 
-    def holder(self):
-        """One line for the watchdog: who runs alone, for how long, who else is inside."""
-        alone, writer = "nobody alone", self._writer
-        if writer:
-            name, *key, since = writer
-            alone = f"{name} alone for {time.monotonic() - since:.0f} s in {tuple(key)}"
-        return f"gate: {alone}, {self._readers} side by side, {self._writers_waiting} waiting to run alone"
+    def _leave(self, alone: bool) -> None:
+        with self._condition:
+            if alone:
+                self._alone = None
+            else:
+                self._side_by_side -= 1
+            if alone or not self._side_by_side:
+                self._condition.notify_all()
 
-    def forbid_compiles_outside(self):
-        """A compile by a thread that doesn't run alone is an error from now on (raised on leaving the gate).
-        Returns a function that ends this. The callback runs in the compiling thread, or in autograd's."""
+    def holder(self) -> str:
+        """One line for the watchdog: who runs alone and for how long, who else is inside."""
+        text = "nobody alone"
+        alone = self._alone  # read once: other threads change it
+        if alone:
+            name, *key, since = alone
+            text = f"{name} alone for {time.monotonic() - since:.0f} s in {tuple(key)}"
+        return (f"gate: {text}, {self._side_by_side} side by side, "
+                f"{self._waiting_to_run_alone} waiting to run alone")
+
+    def forbid_compiles_outside(self) -> Callable[[], None]:
+        """From now on, compiling in a thread that is not alone in the gate raises (when it leaves the gate).
+        Returns a function that lifts the ban. The callback runs in the compiling thread, or in autograd's."""
         def on_start(args):
-            me, writer = threading.current_thread().name, self._writer
+            me = threading.current_thread().name
+            alone = self._alone
             # autograd's device threads never enter the gate: they compile for whoever runs alone
-            if writer is None or (me in self._names and me != writer[0]):
+            if alone is None or (me in self._thread_names and me != alone[0]):
                 self.violations.append(f"compile {args.compile_id} started outside the gate in thread {me}; "
-                                       f"side by side: {self._readers}")
+                                       f"side by side: {self._side_by_side}")
 
         handler = torch._dynamo.callback.callback_handler
         handler.register_start_callback(on_start)

@@ -8,7 +8,7 @@
 Shapes: S context tokens in a row, N anchors in a row, K slots in a block, D hidden size, L tapped target
 layers, V vocabulary, M slots that count. Batch is 1 everywhere: a row is packed.
 """
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,9 +33,9 @@ class DrafterConfig:
     vocab_size: int
     block_size: int
     mask_token_id: int
-    target_layer_ids: tuple          # tap id i = output of the target's decoder layer i
+    target_layer_ids: tuple[int, ...]  # tap id i = output of the target's decoder layer i
     num_target_layers: int
-    layer_types: tuple               # per layer: "full_attention" | "sliding_attention"
+    layer_types: tuple[str, ...]       # per layer: "full_attention" | "sliding_attention"
     sliding_window: int | None = None
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
@@ -47,24 +47,29 @@ class DrafterConfig:
     input_embedding_scale: float = 1.0           # targets whose embedding module scales (Gemma)
     final_logit_softcapping: float | None = None  # targets whose head caps its logits
 
-    def window(self, layer):
-        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+    def window(self, layer_type: str) -> int | None:
+        """How many tokens back layers of this type see, the slot's own included; None: all."""
+        return self.sliding_window if layer_type == "sliding_attention" else None
 
 
 class RMSNorm(nn.Module):
     """Normalised in fp32, scaled in the compute dtype: bit-compatible with the Qwen3 layers that serve it."""
 
-    def __init__(self, size, eps):
+    def __init__(self, size: int, eps: float):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         x32 = x.float()
         scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * (x32 * scale).to(x.dtype)
 
 
-def rope_table(positions, head_dim, theta, dtype):
+Rope = tuple[torch.Tensor, torch.Tensor]  # cos, sin (T, hd)
+
+
+def rope_table(positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rope:
     """positions (T,) -> cos, sin (T, head_dim). fp32, and no buffer that `.to(bfloat16)` could round."""
     even = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions.float()[:, None] * theta ** (-even / head_dim)
@@ -72,32 +77,43 @@ def rope_table(positions, head_dim, theta, dtype):
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def rotate(x, rope):
-    """x (1, H, T, hd) turned by rope (cos, sin) of (T, hd), halves convention."""
+def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Turn x (1, H, T, hd) by rope, halves convention."""
+    cos, sin = rope
     first, second = x.chunk(2, -1)
-    return x * rope[0] + torch.cat([-second, first], -1) * rope[1]
+    return x * cos + torch.cat([-second, first], -1) * sin
 
 
 class Attention(nn.Module):
-    def __init__(self, c):
+    """Queries from the block, keys and values from context and block."""
+
+    def __init__(self, c: DrafterConfig):
         super().__init__()
         self.head_dim = c.head_dim
         self.q_proj = nn.Linear(c.hidden_size, c.num_heads * c.head_dim, bias=False)
         self.k_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
         self.v_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=False)
         self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
-        self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps), RMSNorm(c.head_dim, c.rms_norm_eps)
+        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
 
-    def heads(self, x):
+    def heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (-1, self.head_dim))  # (1, T, H, hd)
 
-    def key_value(self, x, rope):
+    def query(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """x (1, T, D) -> (1, Hq, T, hd)."""
+        return rotate(self.q_norm(self.heads(self.q_proj(x))).transpose(1, 2), rope)
+
+    def key_value(self, x: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
         """x (1, T, D) -> k, v (1, Hkv, T, hd). One k_norm and RoPE for context and block alike."""
         k = rotate(self.k_norm(self.heads(self.k_proj(x))).transpose(1, 2), rope)
-        return k, self.heads(self.v_proj(x)).transpose(1, 2)
+        v = self.heads(self.v_proj(x)).transpose(1, 2)
+        return k, v
 
-    def forward(self, x, context, rope, context_rope, mask, attend, past=None):
-        q = rotate(self.q_norm(self.heads(self.q_proj(x))).transpose(1, 2), rope)
+    def forward(self, x: torch.Tensor, context: torch.Tensor, rope: Rope, context_rope: Rope, mask: object,
+                attend: Callable, past: object | None = None) -> torch.Tensor:
+        """x (1, N*K, D), context (1, S, D) -> (1, N*K, D)."""
+        q = self.query(x, rope)
         k, v = self.key_value(x, rope)
         k_context, v_context = self.key_value(context, context_rope)
         if past is not None:  # decoding: the accepted context's keys are kept, the block's never
@@ -107,61 +123,66 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, c):
+    def __init__(self, c: DrafterConfig):
         super().__init__()
         self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
         self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DrafterLayer(nn.Module):
-    def __init__(self, c):
+    def __init__(self, c: DrafterConfig):
         super().__init__()
-        self.self_attn, self.mlp = Attention(c), MLP(c)
+        self.self_attn = Attention(c)
+        self.mlp = MLP(c)
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
-    def forward(self, x, context, rope, context_rope, mask, attend, past=None):
+    def forward(self, x: torch.Tensor, context: torch.Tensor, rope: Rope, context_rope: Rope, mask: object,
+                attend: Callable, past: object | None = None) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), context, rope, context_rope, mask, attend, past)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Drafter(nn.Module):
-    """DFlash block-diffusion drafter (arXiv 2602.06036; z-lab/dflash), with the target's embedding and head.
+    """DFlash block-diffusion drafter (arXiv 2602.06036; z-lab/dflash), without the target's embedding and head.
 
     attend(q, k, v, mask) is the attention call; masks hold whatever it takes, one per layer type.
     """
 
-    def __init__(self, config, attend):
+    def __init__(self, config: DrafterConfig, attend: Callable | None):
         super().__init__()
-        self.config, self.attend = config, attend
-        size, eps = config.hidden_size, config.rms_norm_eps
+        self.config = config
+        self.attend = attend
+        size = config.hidden_size
         self.fc = nn.Linear(len(config.target_layer_ids) * size, size, bias=False)
-        self.hidden_norm = RMSNorm(size, eps)
+        self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(size, eps)
+        self.norm = RMSNorm(size, config.rms_norm_eps)
 
     @torch.no_grad()
-    def init_weights(self, seed):
+    def init_weights(self, seed: int) -> None:
         """Normal(0, initializer_range), drawn in fp32 from its own generator; norms stay at 1."""
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                w = torch.empty(module.weight.shape, dtype=torch.float32)
-                module.weight.copy_(w.normal_(0.0, self.config.initializer_range, generator=generator))
+                fresh = torch.empty(module.weight.shape, dtype=torch.float32)
+                fresh.normal_(0.0, self.config.initializer_range, generator=generator)
+                module.weight.copy_(fresh)
 
-    def forward(self, target_hidden, block_embeds, context_pos, block_pos, masks, past=None):
+    def forward(self, target_hidden: torch.Tensor, block_embeds: torch.Tensor, context_pos: torch.Tensor,
+                block_pos: torch.Tensor, masks: dict[str, object], past: object | None = None) -> torch.Tensor:
         """target_hidden (1, S, L*D), block_embeds (1, N*K, D), positions (S,), (N*K,) -> (1, N*K, D)."""
         c = self.config
         context = self.hidden_norm(self.fc(target_hidden))  # (1, S, D)
         rope = rope_table(block_pos, c.head_dim, c.rope_theta, context.dtype)
         context_rope = rope_table(context_pos, c.head_dim, c.rope_theta, context.dtype)
         x = block_embeds
-        for layer, kind in zip(self.layers, c.layer_types):
-            x = layer(x, context, rope, context_rope, masks[kind], self.attend, past)
+        for layer, layer_type in zip(self.layers, c.layer_types, strict=True):
+            x = layer(x, context, rope, context_rope, masks[layer_type], self.attend, past)
         return self.norm(x)
 
 
@@ -197,28 +218,29 @@ def slots_of(ids, pos, start, anchors, run_length, n_anchors, block_size, chunk)
     return Slots(*(torch.from_numpy(a) for a in (ids, pos, *blocks, index)))
 
 
-def default_gamma(block_size):
+def default_gamma(block_size: int) -> float:
     """Decay length of the slot weights: the published values, else K/2."""
     return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, block_size / 2)
 
 
-def slot_weights(ce, counts, kind, gamma, alpha=0.5):
+def slot_weights(ce: torch.Tensor, counts: torch.Tensor, kind: str, gamma: float,
+                 alpha: float = 0.5) -> torch.Tensor:
     """Detached weights (N, K) of the per-slot loss. ce (N, K) with anything where a slot does not count.
 
     "decay": exp(-(k-1)/gamma). "dpace": the expected number of tokens a slot's success still unlocks, sum
     over m >= j of C_m, with C_j = product over i <= j of (1-alpha)q_i + alpha and q = exp(-ce).
     """
     if kind == "decay":
-        k = torch.arange(ce.shape[1], device=ce.device, dtype=torch.float32)
-        return torch.exp(-(k - 1) / gamma) * counts
-    q = torch.where(counts, (1 - alpha) * torch.exp(-ce.detach().float()) + alpha, 1.0)
-    reach = q.cumprod(1) * counts  # C_j, 0 where a slot doesn't count
+        slot = torch.arange(ce.shape[1], device=ce.device, dtype=torch.float32)
+        return torch.exp(-(slot - 1) / gamma) * counts
+    success = torch.where(counts, (1 - alpha) * torch.exp(-ce.detach().float()) + alpha, 1.0)
+    reach = success.cumprod(1) * counts  # C_j, 0 where a slot doesn't count
     return reach.flip(1).cumsum(1).flip(1) * counts
 
 
 # --------------------------------------------------------------------------------------------- loss
 
-def cap(logits, softcap):
+def cap(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
     """Soft cap of some targets: |logits| stays below it."""
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
@@ -230,32 +252,37 @@ class Head(nn.Module):
     and grad_hidden(), which gets the gradient as the loss wrote it.
     """
 
-    def __init__(self, linear, softcap=None):
+    def __init__(self, linear: nn.Linear, softcap: float | None = None):
         super().__init__()
-        self.linear, self.softcap = linear, softcap
+        self.linear = linear
+        self.softcap = softcap
 
-    def forward(self, hidden):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return cap(self.logits(hidden), self.softcap)
 
-    def logits(self, hidden):
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Before the soft cap."""
         return self.linear(hidden)
 
-    def grad_hidden(self, grad_logits, dtype):
+    def grad_hidden(self, grad_logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """d loss / d logits() (M, V) -> d loss / d hidden (M, D)."""
         return torch.mm(grad_logits, self.linear.weight).to(dtype)
 
 
-def _ce_of_chunk(hidden, head, labels):
+def ce_of_chunk(hidden: torch.Tensor, head: Head, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """hidden (chunk, D), labels (chunk,) -> ce (chunk,), argmax == label (chunk,)."""
     logits = head(hidden)
-    return F.cross_entropy(logits.float(), labels, reduction="none"), logits.argmax(-1) == labels
+    ce = F.cross_entropy(logits.float(), labels, reduction="none")
+    return ce, logits.argmax(-1) == labels
 
 
-def ce_with_grad(logits, labels, softcap):
+def ce_with_grad(logits: torch.Tensor, labels: torch.Tensor,
+                 softcap: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """raw logits (M, V) -> ce (M,), argmax == label (M,), d ce / d logits (M, V) in fp32."""
     capped = cap(logits.float(), softcap)
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
-    lse, correct = capped.logsumexp(-1), capped.argmax(-1) == labels
+    lse = capped.logsumexp(-1)
+    correct = capped.argmax(-1) == labels
     ce = lse - torch.where(is_label, capped, 0.0).sum(-1)
     grad = torch.exp(capped - lse[:, None]) - is_label.float()
     if softcap is not None:
@@ -263,22 +290,24 @@ def ce_with_grad(logits, labels, softcap):
     return ce, correct, grad
 
 
-def ce_and_grad(logits, labels, softcap):
+def ce_and_grad(logits: torch.Tensor, labels: torch.Tensor,
+                softcap: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """ce_with_grad whose gradient takes the place of the logits, in their dtype."""
     ce, correct, grad = ce_with_grad(logits, labels, softcap)
     return ce, correct, logits.copy_(grad)
 
 
-class _FusedCE(torch.autograd.Function):
+class FusedCE(torch.autograd.Function):
     """Cross-entropy whose hidden gradient is made in forward: the head is frozen, so no logits are kept or
     recomputed. Per-row weights come later, as the incoming gradient (M,)."""
 
     @staticmethod
     def forward(ctx, hidden, head, labels, chunk, ce_and_grad):
-        ce, correct = labels.new_empty(labels.shape, dtype=torch.float32), labels.bool()
+        ce = labels.new_empty(labels.shape, dtype=torch.float32)
+        correct = torch.empty_like(labels, dtype=torch.bool)
         grad = torch.empty_like(hidden)
-        for i in range(0, labels.numel(), chunk):
-            rows = slice(i, i + chunk)
+        for first in range(0, labels.numel(), chunk):
+            rows = slice(first, first + chunk)
             logits = head.logits(hidden[rows])
             ce[rows], correct[rows], grad_logits = ce_and_grad(logits, labels[rows], head.softcap)
             grad[rows] = head.grad_hidden(grad_logits, hidden.dtype)
@@ -289,20 +318,27 @@ class _FusedCE(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_ce, _):
         (grad,) = ctx.saved_tensors
-        return grad * grad_ce[:, None].to(grad.dtype), *(None,) * 4
+        nothing_for_the_rest = (None,) * 4
+        return grad * grad_ce[:, None].to(grad.dtype), *nothing_for_the_rest
 
 
-def chunked_ce(hidden, head, labels, chunk, form="checkpoint", ce_and_grad=ce_and_grad):
+def chunked_ce(hidden: torch.Tensor, head: Head, labels: torch.Tensor, chunk: int, form: str = "checkpoint",
+               ce_and_grad: Callable = ce_and_grad) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden (M, D), labels (M,), M a multiple of chunk -> ce (M,) fp32 with gradient, argmax == label (M,).
 
     "checkpoint" is the readable reference: each chunk's logits are made again in backward. "fused" makes the
     hidden gradient in forward. Either way no more than one chunk's logits are in memory.
     """
     if form == "fused" and torch.is_grad_enabled() and hidden.requires_grad:
-        return _FusedCE.apply(hidden, head, labels, chunk, ce_and_grad)
-    parts = [checkpoint(_ce_of_chunk, h, head, y, use_reentrant=False, preserve_rng_state=False)
-             for h, y in zip(hidden.split(chunk), labels.split(chunk))]
-    return tuple(torch.cat(p) for p in zip(*parts))
+        return FusedCE.apply(hidden, head, labels, chunk, ce_and_grad)
+    ce = []
+    correct = []
+    for rows, row_labels in zip(hidden.split(chunk), labels.split(chunk), strict=True):
+        chunk_ce, chunk_correct = checkpoint(ce_of_chunk, rows, head, row_labels, use_reentrant=False,
+                                             preserve_rng_state=False)
+        ce.append(chunk_ce)
+        correct.append(chunk_correct)
+    return torch.cat(ce), torch.cat(correct)
 
 
 class RowResult(NamedTuple):
@@ -324,8 +360,7 @@ class LossSpec(NamedTuple):
 
 def layer_masks(c, make_mask, start, anchor, seq_len):
     """One mask per layer type of config c."""
-    windows = {kind: c.window(i) for i, kind in enumerate(c.layer_types)}
-    return {kind: make_mask(start, anchor, seq_len, c.block_size, w) for kind, w in windows.items()}
+    return {kind: make_mask(start, anchor, seq_len, c.block_size, c.window(kind)) for kind in dict.fromkeys(c.layer_types)}
 
 
 def row_loss(drafter, embed, head, target_hidden, slots, make_mask, spec):
@@ -357,14 +392,16 @@ def row_loss(drafter, embed, head, target_hidden, slots, make_mask, spec):
 
 # --------------------------------------------------------------------------------------- acceptance
 
-def walk(matches, n_tokens):
+def walk(matches: Sequence[int], n_tokens: int) -> list[int]:
     """Tokens that each pass of a speculative decoder produces, as z-lab's client counts; tau is their mean.
 
     matches[p]: slots accepted when the anchor is answer token p. The answer has n_tokens, end-of-turn
     included; its first comes from the prefill.
     """
-    produced, p = [], 0
+    produced = []
+    p = 0
     while p < n_tokens - 1:
-        produced.append(min(1 + int(matches[p]), n_tokens - 1 - p))
-        p += produced[-1]
+        n = min(1 + int(matches[p]), n_tokens - 1 - p)
+        produced.append(n)
+        p += n
     return produced

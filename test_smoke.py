@@ -271,6 +271,7 @@ def gpu_rows():
     """The same row four ways: fp32 dense (the truth), bf16 dense, bf16 flex, bf16 flex with small tiles."""
     case, gate = gpu_case(), flex_utils.Gate(threading.Lock())
     flex_utils.worker_compile_settings(1)
+    flex_utils.worker_memory_settings()
     rows = {}
     for name, dtype in (("truth", torch.float32), ("dense", torch.bfloat16)):
         drafter = gpu_drafter(case, dtype, flex_utils.attend_dense)

@@ -578,6 +578,7 @@ class Run(workers.Workers):
             n_threads = 1  # the host makes small tensors only: more threads would wait for each other
         torch.set_num_threads(max(1, n_threads))
         flex_utils.worker_compile_settings(len(set(TARGET_DEVICES + DRAFTER_DEVICES)))
+        flex_utils.worker_memory_settings()
 
     def on_signal(self, number, frame):
         if self.signal is not None and number != signal.SIGHUP:  # of which a closed terminal sends several

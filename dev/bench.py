@@ -156,7 +156,7 @@ def loss_alone(bench):
     m = spec.chunk * 2 * max(1, td.NUM_ANCHORS * (c.block_size - 1) // spec.chunk // 2)
     losses = {form: lambda h, y, form=form: md.chunked_ce(h, rig.head, y, spec.chunk, form, spec.ce_and_grad)
               for form in ("checkpoint", "fused")}
-    losses["unchunked"] = lambda h, y: md._ce_of_chunk(h, rig.head, y)
+    losses["unchunked"] = lambda h, y: md.ce_of_chunk(h, rig.head, y)
     for name, loss in losses.items():
         cells = [attempt(f"loss {name}, {n} rows", one_loss, bench, loss, n, c) for n in (m, m // 2)]
         rows.append([name, *(x for pair in cells for x in pair or ("fails", "fails"))])
@@ -335,6 +335,7 @@ def main(words):
             raise errors.UserError(f"{name} = {','.join(chosen)}; there are {', '.join(legal)}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp())  # an empty one: first steps are cold
     flex_utils.worker_compile_settings(2)
+    flex_utils.worker_memory_settings()
     bench = Bench(rest)
     card = torch.cuda.get_device_name(bench.device) if bench.meter.cuda else "CPU"
     say(f"{card}, torch {torch.__version__}, commit {td.checkpoints.commit()}; LOSS_CHUNK={td.loss_chunk()} "

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 _here = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(_here))
 from flex_utils import (  # noqa: E402
-    Gate, attend_flex, block_mask, compiled, make_attention, worker_compile_settings)
+    Gate, attend_flex, block_mask, compiled, make_attention, worker_compile_settings, worker_memory_settings)
 from model_drafter import (  # noqa: E402
     Drafter, DrafterConfig, Head, LossSpec, ce_and_grad, row_loss, slots_of)
 
@@ -156,6 +156,7 @@ class Worker:
             if race.cuda:
                 torch.cuda.set_device(self.device)
             worker_compile_settings(len(race.workers))  # the thread's own from torch 2.12 on
+            worker_memory_settings()
             time.sleep(self.delay)
             while not race.kinds and any(w.done < STEPS for w in race.workers):  # the warm run on: they die
                 self.step(self.done)
@@ -260,6 +261,7 @@ def child(settings, fix, new_length_at, seed, began):
         TargetWorker(race, i, race.devices[i % len(DEVICES)], seed)
     if fix == "mainwarm":
         worker_compile_settings(len(race.workers))
+        worker_memory_settings()
         race.workers[0].step(0)
     threads = [threading.Thread(target=worker.loop, name=worker.name) for worker in race.workers]
     for thread in threads:

@@ -556,12 +556,13 @@ def test_gradients_of_drafters_without_nccl_go_by_transfer_both_ways(monkeypatch
 
 
 def test_the_watchdog_waits_longer_for_loading_and_saving(monkeypatch, capfd):
-    crew, ends = workers.Workers(1), []
+    crew = workers.Workers(1)
+    ends = []
 
     def end(code):
         ends.append((code, time.monotonic()))
         crew.stop.set()
-    monkeypatch.setattr(flex_utils.os, "_exit", end)
+    monkeypatch.setattr(workers.os, "_exit", end)
     watchdog = workers.start_thread("watchdog", crew.watchdog, 0.5, lambda: "state")
     with crew.slow():
         time.sleep(2)
