@@ -8,8 +8,11 @@ import random
 from pathlib import Path
 
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+transformers.utils.logging.disable_progress_bar()
 
 VOCAB = 64
 PAD, BOS, EOS, UNUSED, TURN_START, USER, ASSISTANT, SYSTEM, FIRST_WORD = range(9)  # token ids; words follow

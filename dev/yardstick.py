@@ -5,10 +5,10 @@
     python dev/yardstick.py AGAINST=results/yardstick_cpu.txt   exit 1 where a hash is not that of the file
     python dev/yardstick.py JOBS=a,e                            some of them
 
-Prints one line per job: hashes of the fp32 masters, of Adam's moments and step count, of the published weights,
-and of what metrics.jsonl says about learning. Each job is `train_dflash.py train NAME=VALUE ...` in its own
-process, two at a time. The hashes are the same on every run; another processor, or other versions of torch and
-its libraries, may round differently, so compare two trees on one machine.
+Prints one line per job: hashes of the fp32 masters, of Adam's moments and step count, of the published
+weights, and of what metrics.jsonl says about learning. Each job is `train_dflash.py train NAME=VALUE ...`
+in a process of its own, two at a time. The hashes are the same on every run; another processor, or other
+versions of torch and its libraries, may round differently, so compare two trees on one machine.
 """
 import hashlib
 import json
@@ -23,10 +23,8 @@ from typing import NamedTuple
 
 import tiny_jobs
 import torch
-import transformers
 from safetensors.torch import load_file
 
-transformers.utils.logging.disable_progress_bar()
 TIMEOUT_S = 110
 LEARNING = (
     "step", "loss", "eval_loss", "tau", "acc_k", "accept_len", "lr", "grad_norm", "skipped", "bad_rows")
