@@ -79,7 +79,7 @@ def tile_states(start: torch.Tensor, anchor: torch.Tensor, seq_len: int, block_s
     tiles can be FULL. EMPTY is exact (tested against dense_mask). Costs O(tiles * blocks per tile).
 
     Example with tiles of 4 instead of 128: 12 context tokens of one conversation, blocks of 4 slots with
-    anchors 4 and 9, no window. Keys 0-11 are the context, 12-15 the first block's own slots, 16-19 the second's.
+    anchors 4 and 9, no window. Keys 0-11 are the context, 12-15 the first block's own, 16-19 the second's.
 
         keys                0 1 2 3 | 4 5 6 7 | 8 9 . . | 12 - 15 | 16 - 19
         block of anchor 4   x x x x |         |         | x x x x |            sees 0-3
@@ -92,7 +92,7 @@ def tile_states(start: torch.Tensor, anchor: torch.Tensor, seq_len: int, block_s
     n_keys = seq_len + n_queries
     key_first = torch.arange(0, n_keys, TILE, device=anchor.device)  # (KT,)
     key_end = (key_first + TILE).clamp(max=n_keys)
-    block, slot_first, slot_last = blocks_of_query_tiles(n_queries, block_size, anchor.device)  # (QT, P, 1) each
+    block, slot_first, slot_last = blocks_of_query_tiles(n_queries, block_size, anchor.device)  # (QT, P, 1)
 
     # A slot sees the context from some key up to its anchor. A window moves that first key on from slot to
     # slot: of a block's slots in the tile the first one sees the most, the last one the least.
@@ -204,7 +204,8 @@ def small_kernel_options() -> dict:
             "fwd_num_stages": 2, "bwd_num_stages": 1}
 
 
-def make_attention(device: torch.device, compiled: bool, small: bool | None = None) -> tuple[Callable, Callable]:
+def make_attention(device: torch.device, compiled: bool,
+                   small: bool | None = None) -> tuple[Callable, Callable]:
     """(attend, make_mask) for a device: flex_attention under torch.compile on CUDA, dense elsewhere.
 
     small: use the tiles for little shared memory; None: where the device has less than the large tiles need.
@@ -243,7 +244,7 @@ def worker_compile_settings(n_devices: int) -> None:
 
 
 def worker_memory_settings() -> None:
-    """Call INSIDE each worker thread, as worker_compile_settings; memory alone depends on it, no result does."""
+    """Call INSIDE each worker thread, as worker_compile_settings. Memory depends on it, no result does."""
     # pointwise values (norms, silu * up) are made again in backward: 2 GiB less at the 27B shape
     torch._functorch.config.activation_memory_budget = 0.9
 

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-
 # ---------------------------------------------------------------------------------------- the model
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ class DrafterLayer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """DFlash block-diffusion drafter (arXiv 2602.06036; z-lab/dflash), without the target's embedding and head.
+    """DFlash block-diffusion drafter (arXiv 2602.06036; z-lab/dflash): layers, no embedding and no head.
 
     attend(q, k, v, mask) is the attention call; masks hold whatever it takes, one per layer type.
     """
@@ -174,7 +173,8 @@ class Drafter(nn.Module):
                 module.weight.copy_(fresh)
 
     def forward(self, target_hidden: torch.Tensor, block_embeds: torch.Tensor, context_pos: torch.Tensor,
-                block_pos: torch.Tensor, masks: dict[str, object], past: object | None = None) -> torch.Tensor:
+                block_pos: torch.Tensor, masks: dict[str, object],
+                past: object | None = None) -> torch.Tensor:
         """target_hidden (1, S, L*D), block_embeds (1, N*K, D), positions (S,), (N*K,) -> (1, N*K, D)."""
         c = self.config
         context = self.hidden_norm(self.fc(target_hidden))  # (1, S, D)
@@ -360,7 +360,10 @@ class LossSpec(NamedTuple):
 
 def layer_masks(c, make_mask, start, anchor, seq_len):
     """One mask per layer type of config c."""
-    return {kind: make_mask(start, anchor, seq_len, c.block_size, c.window(kind)) for kind in dict.fromkeys(c.layer_types)}
+    masks = {}
+    for layer_type in dict.fromkeys(c.layer_types):
+        masks[layer_type] = make_mask(start, anchor, seq_len, c.block_size, c.window(layer_type))
+    return masks
 
 
 def row_loss(drafter, embed, head, target_hidden, slots, make_mask, spec):

@@ -1,23 +1,79 @@
 """Decoding with a live target: plain greedy beside speculative, lossless.
 
     speculative_generate    one prompt; greedy or sampled, the target's own answer or distribution
+      |- LiveTarget           the target in the middle of an answer
+      |- draft_block          the drafter's tokens after one known token
+      `- accept_*             how many of them the target agrees with
     decode_both_ways        beside transformers' own generate()
 
-Shapes: T tokens, K slots in a block, L*D tapped features, V vocabulary.
+Shapes: T tokens, K slots in a block, J drafted tokens, L*D tapped features, V vocabulary.
 """
 import inspect
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from transformers import DynamicCache, GenerationConfig
+from torch import nn
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from dflash_trainer.errors import require
 from dflash_trainer.features import Taps
 from flex_utils import dense_mask
-from model_drafter import layer_masks
+from model_drafter import Drafter, Head, layer_masks
+
+# ------------------------------------------------------------------------------------- the target
+
+class LiveTarget:
+    """A target in the middle of an answer: takes new tokens, forgets the rejected ones of the last call.
+
+    RuntimeError where this transformers can't roll back the target's layers.
+    """
+
+    def __init__(self, target: PreTrainedModel, layers: Sequence[nn.Module], tap_ids: Sequence[int]):
+        text = target.config.get_text_config()
+        self.target = target
+        self.taps = Taps(layers, tap_ids)
+        self.cache = DynamicCache(config=text)
+        if hasattr(self.cache, "activate_past_recording"):
+            self.cache.activate_past_recording()
+        elif "linear_attention" in (getattr(text, "layer_types", None) or ()):
+            raise RuntimeError("this transformers can't roll back linear-attention caches; 5.15 or newer can")
+        known = inspect.signature(target.forward).parameters
+        self.keyword = "cache" if "cache" in known else "past_key_values"  # renamed in transformers 5.24
+        self.last_ids = None      # of the last forward
+        self.states_before = []   # (recurrent state, copy of it before the last forward)
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """ids (1, T) -> logits (T, V), tapped hidden states (1, T, L*D)."""
+        self.last_ids = ids
+        self.states_before = []
+        for layer in self.cache.layers:
+            for state in getattr(layer, "recurrent_states", {}).values():
+                if state is not None:
+                    self.states_before.append((state, state.clone()))
+        logits = self.target(ids, **{self.keyword: self.cache}, use_cache=True).logits[0]
+        return logits, self.taps.collect()
+
+    def keep(self, n: int) -> None:
+        """Forget all but the first n tokens of the last forward. Recurrent states can't be cropped: they are
+        put back to where they were, and the kept tokens go through again."""
+        n_last = self.last_ids.shape[1]
+        rejected = n_last - n
+        if not self.states_before or not rejected:
+            self.cache.crop(-rejected)  # also at 0: transformers 5.17 shrinks sliding layers only here
+            return
+        self.cache.crop(-n_last)
+        for state, before in self.states_before:
+            state.copy_(before)
+        self.forward(self.last_ids[:, :n])
+        self.cache.crop(0)
+
+    def close(self) -> None:
+        self.taps.remove()
 
 
+# ------------------------------------------------------------------------------------ the drafter
 
 class DraftCache:
     """Keys and values of the accepted context, per attention module."""
@@ -25,40 +81,59 @@ class DraftCache:
     def __init__(self):
         self.kept = {}
 
-    def append(self, module, k, v):
+    def append(self, module: nn.Module, k: torch.Tensor,
+               v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add k, v (1, H, new, hd) of newly accepted tokens -> those of all tokens."""
         if module in self.kept:
-            k, v = (torch.cat(pair, 2) for pair in zip(self.kept[module], (k, v)))
+            past_k, past_v = self.kept[module]
+            k = torch.cat([past_k, k], 2)
+            v = torch.cat([past_v, v], 2)
         self.kept[module] = (k, v)
         return k, v
 
 
-def draft_block(drafter, embed, head, target_hidden, token, past, cache):
+def draft_block(drafter: Drafter, embed: nn.Module, head: Head, target_hidden: torch.Tensor,
+                token: torch.Tensor, past: int, cache: DraftCache) -> torch.Tensor:
     """Logits (K-1, V) for the tokens after `token` (1,), which stands at position past + new.
 
     target_hidden (1, new, L*D): of the tokens just accepted, after the `past` ones that cache holds.
     """
-    c, device = drafter.config, target_hidden.device
-    total = past + target_hidden.shape[1]
-    inputs = torch.cat([token, token.new_full((c.block_size - 1,), c.mask_token_id)])[None]
-    start, anchor = (torch.tensor([i], device=device) for i in (0, total))
-    hidden = drafter(target_hidden, embed(inputs), torch.arange(past, total, device=device),
-                     torch.arange(total, total + c.block_size, device=device),
-                     layer_masks(c, dense_mask, start, anchor, total), cache)
+    c = drafter.config
+    device = target_hidden.device
+    position = past + target_hidden.shape[1]
+    masks_of_block = token.new_full((c.block_size - 1,), c.mask_token_id)
+    inputs = torch.cat([token, masks_of_block])[None]
+    start = torch.tensor([0], device=device)
+    anchor = torch.tensor([position], device=device)
+    context_pos = torch.arange(past, position, device=device)
+    block_pos = torch.arange(position, position + c.block_size, device=device)
+    masks = layer_masks(c, dense_mask, start, anchor, position)
+    hidden = drafter(target_hidden, embed(inputs), context_pos, block_pos, masks, cache)
     return head(hidden[0, 1:])
 
 
-def _probabilities(logits, temperature):
+# ------------------------------------------------------------------------------------- acceptance
+
+def probabilities(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return torch.softmax(logits.float() / temperature, -1)
 
 
-def accept_greedy(draft, target_logits):
+def pick(logits: torch.Tensor, temperature: float, generator: torch.Generator | None) -> torch.Tensor:
+    """logits (T, V) -> one token a row (T,): the likeliest at temperature 0, else drawn."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    return torch.multinomial(probabilities(logits, temperature), 1, generator=generator)[:, 0]
+
+
+def accept_greedy(draft: torch.Tensor, target_logits: torch.Tensor) -> tuple[int, torch.Tensor]:
     """draft (J,), target_logits (J+1, V) -> (number accepted, the target's own next token (1,))."""
     best = target_logits.argmax(-1)
     n = int((draft == best[:-1]).int().cumprod(0).sum())
     return n, best[n:n + 1]
 
 
-def accept_sampled(draft, draft_probs, target_probs, generator):
+def accept_sampled(draft: torch.Tensor, draft_probs: torch.Tensor, target_probs: torch.Tensor,
+                   generator: torch.Generator | None) -> tuple[int, torch.Tensor]:
     """Rejection sampling (Leviathan et al. 2023): accepted tokens and the next follow target_probs exactly.
 
     draft (J,), draft_probs (J, V) it was drawn from, target_probs (J+1, V) -> as accept_greedy.
@@ -75,101 +150,90 @@ def accept_sampled(draft, draft_probs, target_probs, generator):
     return n, torch.multinomial(residual, 1, generator=generator)
 
 
-class LiveTarget:
-    """A target in the middle of an answer: takes new tokens, forgets the rejected ones of the last call."""
-
-    def __init__(self, target, layers, tap_ids):
-        text = target.config.get_text_config()
-        self.target, self.taps, self.cache = target, Taps(layers, tap_ids), DynamicCache(config=text)
-        if hasattr(self.cache, "activate_past_recording"):
-            self.cache.activate_past_recording()
-        elif "linear_attention" in (getattr(text, "layer_types", None) or ()):
-            raise RuntimeError("this transformers can't roll back linear-attention caches; 5.15 or newer can")
-        known = inspect.signature(target.forward).parameters
-        self.keyword = "cache" if "cache" in known else "past_key_values"  # renamed in transformers 5.24
-
-    def forward(self, ids):
-        """ids (1, T) -> logits (T, V), tapped hidden states (1, T, L*D)."""
-        states = [s for layer in self.cache.layers for s in getattr(layer, "recurrent_states", {}).values()]
-        self.block, self.before = ids, [(s, s.clone()) for s in states if s is not None]
-        logits = self.target(ids, **{self.keyword: self.cache}, use_cache=True).logits[0]
-        return logits, self.taps.collect()
-
-    def keep(self, n):
-        """Forget all but the first n tokens of the last forward. Recurrent states can't be cropped: they are
-        put back to where they were, and the kept tokens go through again."""
-        rejected = self.block.shape[1] - n
-        if not self.before or not rejected:
-            self.cache.crop(-rejected)  # also at 0: transformers 5.17 shrinks sliding layers only here
-            return
-        self.cache.crop(-self.block.shape[1])
-        for state, kept in self.before:
-            state.copy_(kept)
-        self.forward(self.block[:, :n])
-        self.cache.crop(0)
-
+# --------------------------------------------------------------------------------------- decoding
 
 @torch.no_grad()
-def speculative_generate(drafter, embed, head, target, layers, input_ids, max_new_tokens, stop_ids,
-                         temperature=0.0, generator=None):
-    """Decode one prompt, input_ids (1, T) -> answer ids (n,), tokens produced per pass.
+def speculative_generate(drafter: Drafter, embed: nn.Module, head: Head, target: PreTrainedModel,
+                         layers: Sequence[nn.Module], input_ids: torch.Tensor, max_new_tokens: int,
+                         stop_ids: set[int], temperature: float = 0.0,
+                         generator: torch.Generator | None = None) -> tuple[torch.Tensor, list[int]]:
+    """Decode one prompt, input_ids (1, T) -> answer ids (n,), tokens produced by each pass.
 
     Greedy (temperature 0) gives the target's own greedy answer; else the target's distribution is kept.
     target: whole causal LM; layers: its decoder layers; drafter, embed, head on the target's device.
     """
-    live, draft_cache = LiveTarget(target, layers, drafter.config.target_layer_ids), DraftCache()
-
-    def pick(logits):
-        if temperature == 0:
-            return logits.argmax(-1)
-        return torch.multinomial(_probabilities(logits, temperature), 1, generator=generator)[:, 0]
-
+    live = LiveTarget(target, layers, drafter.config.target_layer_ids)
+    draft_cache = DraftCache()
     try:
         logits, context = live.forward(input_ids)
-        live.keep(input_ids.shape[1])
-        answer, produced, length, past = [int(pick(logits[-1:]))], [], input_ids.shape[1], 0
+        length = input_ids.shape[1]  # tokens that the target's cache holds: all but the answer's last
+        live.keep(length)
+        answer = [int(pick(logits[-1:], temperature, generator))]
+        produced = []
+        past = 0                     # tokens that the drafter's cache holds
         while answer[-1] not in stop_ids and len(answer) < max_new_tokens:
             token = input_ids.new_tensor(answer[-1:])
             draft_logits = draft_block(drafter, embed, head, context, token, past, draft_cache)
-            draft, past = pick(draft_logits), length
+            draft = pick(draft_logits, temperature, generator)
+            past = length
             logits, context = live.forward(torch.cat([token, draft])[None])
             if temperature == 0:
                 n, bonus = accept_greedy(draft, logits)
             else:
-                n, bonus = accept_sampled(draft, _probabilities(draft_logits, temperature),
-                                          _probabilities(logits, temperature), generator)
-            new = torch.cat([draft[:n], bonus]).tolist()[:max_new_tokens - len(answer)]
-            stop = next((i + 1 for i, t in enumerate(new) if t in stop_ids), len(new))
-            live.keep(stop)
-            answer, length, context = answer + new[:stop], length + stop, context[:, :stop]
-            produced.append(stop)
+                n, bonus = accept_sampled(draft, probabilities(draft_logits, temperature),
+                                          probabilities(logits, temperature), generator)
+            new = torch.cat([draft[:n], bonus]).tolist()
+            new = until_stop(new[:max_new_tokens - len(answer)], stop_ids)
+            live.keep(len(new))
+            context = context[:, :len(new)]
+            answer += new
+            length += len(new)
+            produced.append(len(new))
         return torch.tensor(answer), produced
     finally:
-        live.taps.remove()
+        live.close()
 
 
-def prompt_ids(target, tokenizer, text, device, template_kwargs):
-    """-> (1, T) token ids of a user's turn, up to where the answer begins."""
+def until_stop(tokens: list[int], stop_ids: set[int]) -> list[int]:
+    """Up to the first stop token, which stays."""
+    for i, token in enumerate(tokens):
+        if token in stop_ids:
+            return tokens[:i + 1]
+    return tokens
+
+
+# ---------------------------------------------------------------------------------- both ways
+
+def prompt_ids(target: str, tokenizer: PreTrainedTokenizerBase | None, text: str, device: torch.device,
+               template_kwargs: dict) -> torch.Tensor:
+    """(1, T) token ids of a user's turn, up to where the answer begins. UserError without a chat template."""
     require(getattr(tokenizer, "chat_template", None),
-         f"TARGET = {target} has no tokenizer with a chat template")
-    return tokenizer.apply_chat_template(
+            f"TARGET = {target} has no tokenizer with a chat template")
+    encoded = tokenizer.apply_chat_template(
         [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt",
-        return_dict=True, **template_kwargs)["input_ids"].to(device)
+        return_dict=True, **template_kwargs)
+    return encoded["input_ids"].to(device)
 
 
-def prepare_decoding(model, tokenizer):
-    """Drops the target's own settings, which may carry penalties. -> ids that end an answer."""
+def prepare_decoding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Make the target decode plainly: its own generation settings go, which may carry penalties, and cuDNN's
+    attention is off in this process. Returns the ids that end an answer."""
     own = model.generation_config
     eos = tokenizer.eos_token_id if own.eos_token_id is None else own.eos_token_id
     model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew for every length of an answer
-    return set(eos if isinstance(eos, list) else [eos]) - {None}
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN makes a new plan for every length of an answer
+    stop_ids = eos if isinstance(eos, list) else [eos]
+    return set(stop_ids) - {None}
 
 
 @torch.no_grad()
-def decode_both_ways(model, w, ids, stop, max_new_tokens, temperature, seed):
-    """-> plain greedy answer, by transformers' own generate(), the answer of w's drafter, tokens produced by
-    each pass, [seconds of either]."""
+def decode_both_ways(model: PreTrainedModel, replica: object, ids: torch.Tensor, stop: set[int],
+                     max_new_tokens: int, temperature: float,
+                     seed: int) -> tuple[torch.Tensor, torch.Tensor, list[int], np.ndarray]:
+    """Decode ids (1, T) plainly (greedy, transformers' own generate()) and with a replica's drafter.
+
+    Returns the plain answer, the speculative one, tokens produced by each pass, [seconds of either].
+    """
     times = [time.perf_counter()]
     plain = model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens,
@@ -177,17 +241,22 @@ def decode_both_ways(model, w, ids, stop, max_new_tokens, temperature, seed):
     times.append(time.perf_counter())
     generator = torch.Generator(model.device).manual_seed(seed)
     answer, produced = speculative_generate(
-        w.drafter, w.embed, w.head, model, model.get_decoder().layers, ids, max_new_tokens, stop, temperature,
-        generator)
+        replica.drafter, replica.embed, replica.head, model, model.get_decoder().layers, ids, max_new_tokens,
+        stop, temperature, generator)
     times.append(time.perf_counter())
     return plain, answer, produced, np.diff(times)
 
 
 @torch.no_grad()
-def explain_mismatch(model, ids, plain, answer):
-    """Two greedy answers that differ: blocks and single tokens run other kernels, which round differently."""
-    n = next((i for i, (a, b) in enumerate(zip(plain, answer)) if a != b), min(len(plain), len(answer)))
-    if n == min(len(plain), len(answer)):
+def explain_mismatch(model: PreTrainedModel, ids: torch.Tensor, plain: torch.Tensor,
+                     answer: torch.Tensor) -> str:
+    """Where two different greedy answers part, in words, with the target's own margin there.
+
+    They may: blocks and single tokens run other kernels, which round differently.
+    """
+    shorter = min(len(plain), len(answer))
+    n = next((i for i in range(shorter) if plain[i] != answer[i]), shorter)
+    if n == shorter:
         return f"False: one ends at token {n}, the other goes on"
     logits = model(torch.cat([ids, plain[None, :n].to(ids.device)], 1)).logits[0, -1].float()
     apart = abs(logits[plain[n]] - logits[answer[n]]).item()

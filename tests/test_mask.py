@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from flex_utils import TILE, block_mask, dense_mask, tile_states
+import flex_utils
+from flex_utils import EMPTY, FULL, PARTIAL, TILE, block_mask, dense_mask, tile_states
 
 PAD = None  # a padding block: no anchor
 
@@ -174,6 +175,13 @@ def test_worked_example():
     for slot in range(4):
         assert got[slot].nonzero()[:, 0].tolist() == [0, 1, 2, 3] + [12, 13, 14, 15]
         assert got[4 + slot].nonzero()[:, 0].tolist() == list(range(9)) + [16, 17, 18, 19]
+
+
+def test_tile_states_of_the_worked_example(monkeypatch):
+    """The same two blocks in tiles of 4 by 4, as drawn in tile_states' docstring."""
+    monkeypatch.setattr(flex_utils, "TILE", 4)
+    states = tile_states(torch.tensor([0, 0]), torch.tensor([4, 9]), 12, 4, None)
+    assert states.tolist() == [[FULL, EMPTY, EMPTY, PARTIAL, EMPTY], [FULL, FULL, PARTIAL, EMPTY, PARTIAL]]
 
 
 def test_sliding_example_by_hand():
