@@ -69,9 +69,14 @@ Rope = tuple[torch.Tensor, torch.Tensor]  # cos, sin (T, hd)
 
 
 def rope_table(positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rope:
-    """positions (T,) -> cos, sin (T, head_dim). fp32, and no buffer that `.to(bfloat16)` could round."""
+    """positions (T,) -> cos, sin (T, head_dim). fp32, and no buffer that `.to(bfloat16)` could round.
+
+    The frequencies are divided out as transformers does it: `theta ** -x` is an ulp off in a third of them,
+    and at position 262,144 that moves cos and sin by 0.016.
+    """
     even = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-    angles = positions.float()[:, None] * theta ** (-even / head_dim)
+    frequencies = 1.0 / theta ** (even / head_dim)
+    angles = positions.float()[:, None] * frequencies
     angles = torch.cat([angles, angles], -1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 

@@ -12,6 +12,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dflash_trainer import decoding  # noqa: E402
 import model_drafter as md
@@ -532,6 +534,17 @@ def test_rope_of_a_bf16_drafter_keeps_fp32_frequencies():
         angle = 30000 * 1e6 ** (-2 * i / 8)
         assert cos[0, i].item() == cos[0, i + 4].item() == pytest.approx(math.cos(angle), abs=0.01)
         assert sin[0, i].item() == pytest.approx(math.sin(angle), abs=0.01)
+
+
+@pytest.mark.parametrize("head_dim, theta", [(64, 1e5), (128, 1e6), (128, 1e7), (256, 1e4)])
+def test_rope_far_out_equals_that_of_the_layers_which_serve_the_drafter(head_dim, theta):
+    """Bit for bit transformers' Qwen3 tables, at positions where an ulp of a frequency shows."""
+    positions = torch.tensor([0, 1, 4095, 40_000, 262_143])
+    rope = {"rope_type": "default", "rope_theta": theta}
+    served = Qwen3RotaryEmbedding(Qwen3Config(head_dim=head_dim, rope_theta=theta, rope_parameters=rope))
+    cos, sin = served(torch.zeros(1, 5, 8), positions[None])
+    got = md.rope_table(positions, head_dim, theta, torch.float32)
+    assert torch.equal(got[0], cos[0]) and torch.equal(got[1], sin[0])
 
 
 # ------------------------------------------------------------------------------------------------- acceptance
