@@ -140,12 +140,21 @@ def masters_of(state):
     return {k.removeprefix("master."): v for k, v in state.items() if k.startswith("master.")}
 
 
+def write_index(directory, names):
+    """Says which file holds the drafter's tensors: without it servers load every *.safetensors of a directory,
+    the trainer's state as well, and stop at its first name (vLLM 0.32, SGLang 0.5.23)."""
+    index = {"metadata": {}, "weight_map": dict.fromkeys(sorted(names), "model.safetensors")}
+    Path(directory, "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
 def write_checkpoint(out, step, config, state, info):
     """OUT/step_N, complete or not there: temporary name, fsync, rename. -> its path."""
     final, part = out / f"step_{step:08d}", out / f".part_step_{step:08d}"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    save_drafter(part, config, masters_of(state))
+    weights = masters_of(state)
+    save_drafter(part, config, weights)
+    write_index(part, weights)
     save_file(state, part / "trainer.safetensors")
     files = {p.name: checksum(p) for p in sorted(part.iterdir())}
     (part / "trainer.json").write_text(json.dumps({**info, "files": files}, indent=1))

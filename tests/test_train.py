@@ -484,6 +484,18 @@ def test_a_server_of_another_user_can_read_the_checkpoint(tmp_path):
     assert len(set(modes.values())) == 1, modes
 
 
+def test_a_server_that_loads_every_safetensors_finds_the_drafter_alone(tmp_path):
+    """As vLLM 0.32 and SGLang 0.5.23 do: all *.safetensors of the directory, less those that its index leaves out."""
+    out = common.train_ok(tmp_path / "out", DATA=data_file("index", 20, 12, 40), STEPS=1)
+    latest = out / "latest"
+    index = json.loads((latest / "model.safetensors.index.json").read_text())["weight_map"]
+    loaded = {}
+    for path in latest.glob("*.safetensors"):
+        if path.name in index.values():
+            loaded |= common.load_file(path)
+    assert set(loaded) == set(index) == set(common.weights(latest))
+
+
 # -------------------------------------------------------------------------------------- small definitions
 
 
