@@ -55,7 +55,7 @@ def library_files(root: Path) -> list[Path]:
     if package.is_dir():
         return top + sorted(package.rglob("*.py"))
     found = []
-    waiting = [root / "train_dflash.py"]
+    waiting = [path for path in top if path.name == "train_dflash.py"]
     while waiting:
         for path in imported_files(waiting.pop(), root):
             if path not in found and path.parent != root:
@@ -257,8 +257,12 @@ def main(argv: list[str]) -> int:
     if words:
         print_walk(walk_of_one_run(root))
         return 0
-    files = [Path(name) for name in given["FILES"].split(",") if name]
-    print_table(root, files or library_files(root))
+    files = [Path(name) for name in given["FILES"].split(",") if name] or library_files(root)
+    missing = [str(path) for path in files if not path.is_file()]
+    if missing or not files:
+        print(f"error: no such file: {', '.join(missing) or root / 'train_dflash.py'}", file=sys.stderr)
+        return 2
+    print_table(root, files)
     return 0
 
 
