@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import train_dflash as td
-from dflash_trainer import features
 from dflash_trainer import rows as rows_module
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -284,7 +283,7 @@ def test_one_long_ten_short_share_anchors(monkeypatch):
     got = build("one_long_ten_short.jsonl")
     row = rows_module.make_row(got, list(range(len(got))), 8192, 0)
     anchors = rows_module.draw_anchors(row, 512, np.random.default_rng(0))
-    counts = np.bincount(row.doc[anchors], minlength=len(got))
+    counts = np.bincount(row.conversation[anchors], minlength=len(got))
     quota = 512 * got.supervised / got.supervised.sum()
     assert counts.sum() == 512 and counts.min() >= 1 and (abs(counts - quota) <= 1).all()
 
@@ -887,204 +886,7 @@ def test_several_processes_give_the_same_as_one(tmp_path, monkeypatch):
     assert one.stats["sources"] == {"s0": 200, "s1": 200, "s2": 200}
 
 
-# ---- rows
-
-
-def test_pack_is_a_pure_function_and_wastes_little():
-    rng = np.random.default_rng(1)
-    for lengths in (
-        np.clip(rng.lognormal(6, 1.2, 20000), 2, 4096).astype(int),
-        rng.integers(20, 200, 300),
-        np.full(100, 4096),
-    ):
-        rows = rows_module.pack(lengths, 0, 0, 4096)
-        assert sorted(i for r in rows for i in r) == list(range(len(lengths)))
-        assert max(lengths[r].sum() for r in rows) <= 4096
-        assert 1 - lengths.sum() / (len(rows) * 4096) < 0.05
-        assert rows == rows_module.pack(lengths, 0, 0, 4096)
-    many = np.clip(rng.lognormal(6, 1.2, 2000), 2, 4096).astype(int)
-    assert rows_module.pack(many, 0, 1, 4096) != rows_module.pack(many, 0, 0, 4096) != rows_module.pack(many, 1, 0, 4096)
-    assert rows_module.pack([], 0, 0, 64) == []
-
-
-def test_pack_a_million_conversations_in_seconds():
-    lengths = np.clip(np.random.default_rng(0).lognormal(6, 1, 1_000_000), 2, 4096).astype(int)
-    start = time.perf_counter()
-    rows_module.pack(lengths, 0, 0, 4096)
-    assert time.perf_counter() - start < 20
-
-
-@given(st.lists(st.integers(1, 512), min_size=1, max_size=60))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_calls_hold_every_conversation_once(lengths):
-    calls = features.target_calls(lengths, max(lengths), 512, 10)
-    assert len(calls.shapes) <= 6 and max(lengths) <= calls.shapes[-1][1] <= 512
-    assert all(b == 1 or b * n <= 1024 for b, n in calls.shapes) and all(n % 8 == 0 for _, n in calls.shapes)
-    plan = calls.plan(lengths)
-    assert sorted(m for _, _, members in plan for m in members) == list(range(len(lengths)))
-    for batch, length, members in plan:
-        assert (batch, length) in calls.shapes and 1 <= len(members) <= batch
-        assert max(lengths[m] for m in members) <= length
-
-
-@pytest.mark.parametrize("lengths, seq_len, call_tokens, most", [
-    (np.append(np.tile([40, 500], 20_000), 4096), 4096, 40, 1.1),          # two sources in turn
-    (np.append(np.random.default_rng(0).integers(40, 80, 60_000), 32_768), 32_768, 474, 1.3),  # one outlier
-    (np.full(100_000, 3), 131_072, 474, 3),
-    (np.append(np.random.default_rng(0).integers(200, 345, 9_000), [352] * 200), 16_384, 14_128, 1.5),
-    (np.full(1, 77), 4096, 474, 1.1), (np.full(500, 13), 13, 40, 1.3)])
-def test_the_padding_of_odd_data(lengths, seq_len, call_tokens, most):
-    """Tokens computed over tokens. The fourth: rows of the rare longest must not run one by one."""
-    calls = features.target_calls(lengths, int(lengths.max()), seq_len, call_tokens)
-    rows = [lengths[row].tolist() for row in rows_module.pack(lengths, 1, 0, seq_len)[:400]]
-    plans = [calls.plan(row) for row in rows]
-    computed = sum(batch * n for plan in plans for batch, n, _ in plan)
-    assert computed / sum(map(sum, rows)) < most
-    if call_tokens == 14_128:
-        assert max(len(plan) for plan in plans) <= 4
-
-
-def test_longer_held_out_conversations_change_the_last_shape_alone():
-    lengths = np.random.default_rng(0).integers(20, 500, 3000)
-    one, two = (features.target_calls(lengths, longest, 4096, 474).shapes for longest in (int(lengths.max()), 4000))
-    assert two[-1][1] == 4000 and max(n for _, n in one) == 504 == max(n for _, n in two[:-1])
-    assert features.target_calls(lengths, 300, 4096, 474).plan([int(lengths.max())])
-
-
-SHAPES = (1, 64), (2, 64), (4, 32), (3, 16), (1, 16)
-
-
-def cheapest(order, call_tokens, shapes):
-    """Least cost of running these lengths, falling, by trying every shape at every place."""
-    if not order:
-        return 0
-    return min(call_tokens + b * n + cheapest(order[b:], call_tokens, shapes) for b, n in shapes if n >= order[0])
-
-
-@pytest.mark.parametrize("call_tokens", [1, 40, 1000])
-def test_the_plan_costs_least(call_tokens):
-    for seed in range(5):
-        lengths = np.random.default_rng(seed).integers(1, 65, 7).tolist()
-        want = cheapest(sorted(lengths, reverse=True), call_tokens, SHAPES)
-        plan = features.Calls(SHAPES, call_tokens).plan(lengths)
-        assert sum(call_tokens + batch * length for batch, length, _ in plan) == want
-
-
-@pytest.mark.parametrize("call_tokens", [1, 40, 1000])
-def test_what_the_choice_of_shapes_goes_by(call_tokens):
-    rows = [sorted(np.random.default_rng(seed).integers(1, 65, n).tolist(), reverse=True)
-            for seed, n in enumerate((7, 4, 6))]
-    table = np.array([row + [0] * (7 - len(row)) for row in rows])
-    got = features.row_costs(table, SHAPES[:2], SHAPES[2:], call_tokens)
-    assert got.tolist() == [sum(cheapest(row, call_tokens, (*SHAPES[:2], c)) for row in rows) for c in SHAPES[2:]]
-
-
-@pytest.mark.parametrize("call_tokens, most_calls, most_padding", [(1, 99, 0.2), (30_000, 1.3, 0.6)])
-def test_dear_calls_make_few_of_them(call_tokens, most_calls, most_padding):
-    """Cheap calls: little padding. Dear ones (a small target on a GPU): a row in one call, now and then two."""
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(20, 500, 3000)
-    calls = features.target_calls(lengths, 500, 16384, call_tokens)
-    plans = [calls.plan(lengths[row].tolist()) for row in rows_module.pack(lengths, 1, 0, 16384)]
-    computed = sum(batch * length for plan in plans for batch, length, _ in plan)
-    assert np.mean([len(plan) for plan in plans]) < most_calls
-    assert computed / lengths.sum() < 1 + most_padding
-
-
-class Given(list):
-    """Conversations from arrays."""
-
-
-def conversation(turn, first=0):
-    return tc.Conversation(
-        np.arange(first, first + len(turn), dtype=np.int32), np.array(turn, np.int16), f"s{first}", False
-    )
-
-
-def test_worked_example():
-    turn = [0, 0, 0, 1, 1, 1, 0, 0, 2, 2, 2, 2]
-    row = rows_module.make_row(Given([conversation(turn)]), [0], 16, 7)
-    length = rows_module.run_length(row.turn, row.doc)
-    assert length.tolist() == [0, 0, 0, 2, 1, 0, 0, 0, 3, 2, 1, 0, 0, 0, 0, 0]
-    assert rows_module.draw_anchors(row, 16, np.random.default_rng(0)).tolist() == [3, 4, 8, 9, 10]
-    assert row.index == 7 and row.lengths == [12] and row.sources == ["s0"]
-
-
-def test_row():
-    row = rows_module.make_row(
-        Given([conversation([0, 1, 1]), conversation([1, 1], 50), conversation([0, 0, 1, 1], 90)]),
-        [2, 1, 0],
-        12,
-        0,
-    )
-    assert row.ids.tolist() == [90, 91, 92, 93, 50, 51, 0, 1, 2, 0, 0, 0]
-    assert row.pos.tolist() == [0, 1, 2, 3, 0, 1, 0, 1, 2, 0, 0, 0]
-    assert row.doc.tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 2, -1, -1, -1]
-    assert row.turn.tolist() == [
-        0,
-        0,
-        1,
-        1,
-        1,
-        1,
-        0,
-        1,
-        1,
-        0,
-        0,
-        0,
-    ]  # turns meet at 3 | 4: conversations part them
-    assert row.conversation_start.tolist()[:9] == [0, 0, 0, 0, 4, 4, 6, 6, 6]
-    assert rows_module.run_length(row.turn, row.doc).tolist() == [0, 0, 1, 0, 1, 0, 0, 1, 0, 0, 0, 0]
-    assert [a.dtype for a in row[:5]] == [np.int64, np.int64, np.int32, np.int32, np.int64]
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), min_size=1, max_size=40))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_run_length_against_a_loop(pairs):
-    turn, doc = np.array([p[0] for p in pairs]), np.sort(np.array([p[1] for p in pairs]))
-    want = []
-    for p in range(len(turn)):
-        n = 0
-        while turn[p] and p + n + 1 < len(turn) and turn[p + n + 1] == turn[p] and doc[p + n + 1] == doc[p]:
-            n += 1
-        want.append(n)
-    assert rows_module.run_length(turn, doc).tolist() == want
-
-
-@pytest.mark.parametrize(
-    "n, weights, room, want",
-    [
-        (10, [50, 30, 20], [49, 29, 19], [5, 3, 2]),
-        (10, [45, 35, 20], [44, 34, 19], [5, 3, 2]),  # quotas 4.5, 3.5, 2: the tie goes to the first
-        (10, [97, 1, 1, 1], [96, 9, 9, 9], [7, 1, 1, 1]),  # at least one each
-        (
-            12,
-            [60, 30, 2],
-            [59, 29, 1],
-            [7, 4, 1],
-        ),  # the third has room for 1: 11 for the others, 7.33 and 3.67
-        (10, [40, 40, 20], [3, 39, 19], [3, 5, 2]),  # the first is full at 3: 7 for the others, 4.67 and 2.33
-        (2, [5, 9, 7], [4, 8, 6], [0, 1, 1]),  # more conversations than places
-        (7, [10, 10, 10], [9, 9, 9], [3, 2, 2]),
-    ],
-)
-def test_shares_by_hand(n, weights, room, want):
-    assert rows_module.share_out(n, weights, room).tolist() == want
-
-
-@given(st.lists(st.integers(2, 40), min_size=1, max_size=12), st.integers(1, 60), st.integers(0, 9))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_anchors(lengths, n, seed):
-    row = rows_module.make_row(Given([conversation([1] * k) for k in lengths]), list(range(len(lengths))), 512, 0)
-    anchors = rows_module.draw_anchors(row, n, np.random.default_rng(seed))
-    valid = np.flatnonzero(rows_module.run_length(row.turn, row.doc) >= 1)
-    assert (
-        len(anchors) == min(n, len(valid)) and (np.diff(anchors) > 0).all() and np.isin(anchors, valid).all()
-    )
-    assert (anchors == rows_module.draw_anchors(row, n, np.random.default_rng(seed))).all()
-    if n >= len(lengths):
-        assert len(np.unique(row.doc[anchors])) == len(lengths)
+# ---- what inspect shows
 
 
 def test_inspect(capsys, monkeypatch):

@@ -3,7 +3,6 @@ without loss. What differs is real: q/k norms, scaled embeddings, tied heads, ex
 import json
 from contextlib import nullcontext
 
-from dflash_trainer import decoding  # noqa: E402
 import common
 import pytest
 import torch
@@ -11,7 +10,10 @@ import transformers
 from common import EOS, MASK, PAD, VOCAB
 
 import train_dflash as td
-from dflash_trainer import checkpoints
+from dflash_trainer import (
+    checkpoints,
+    decoding,  # noqa: E402
+)
 from dflash_trainer import target as target_files
 from dflash_trainer.features import TappedForward
 
@@ -84,7 +86,7 @@ def test_embedding_and_layers_alone_are_the_whole_forward(family):
     forward = TappedForward(decoder, (0, 2))
     ids, other = torch.randint(5, VOCAB, (2, 3, 20))
     with torch.no_grad():
-        assert torch.equal(forward.layers_alone(ids, forward.arguments(other)), forward.eager(ids))
+        assert torch.equal(forward.layers_alone(ids, forward.layer_arguments(other)), forward.eager(ids))
     assert not any(layer._forward_pre_hooks for layer in decoder.layers)
 
 
@@ -123,7 +125,7 @@ def test_a_capture_warms_up_before_and_waits_after(cuda):
     ids = torch.randint(5, VOCAB, (3, 20))
     want = forward.eager(ids)
     forward.layers[0].register_forward_hook(lambda *_: cuda.append("layer"))
-    assert torch.equal(forward.first(ids), want) and not forward.refused
+    assert torch.equal(forward.capture_and_check(ids), want) and not forward.refused
     assert cuda == ["layer", "wait", "layer", "begin pool thread_local", "layer", "end", "wait", "replay"]
     assert torch.equal(forward.replay(ids), want) and list(forward.graphs) == [ids.shape]
 
@@ -139,7 +141,7 @@ def test_a_failed_capture_is_ended_released_and_explained(cuda, capsys):
             cuda.append("broken")
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
     forward.layers[1].register_forward_hook(waits_for_its_device)
-    assert torch.equal(forward.first(ids), want)
+    assert torch.equal(forward.capture_and_check(ids), want)
     assert cuda[-3:] == ["broken", "end", "release pool"] and forward.refused and not forward.graphs
     said = capsys.readouterr().out
     assert "(3, 20)" in said and "operation not permitted" in said and len(said.splitlines()) == 1
@@ -158,6 +160,6 @@ def test_a_graph_that_differs_from_the_forward_is_refused(cuda, capsys, monkeypa
         return hidden
     monkeypatch.setattr(forward, "layers_alone", one_token_off)
     forward.graphs[7, 7] = "made before"
-    assert torch.equal(forward.first(ids), forward.eager(ids))
+    assert torch.equal(forward.capture_and_check(ids), forward.eager(ids))
     assert forward.refused and list(forward.graphs) == [(7, 7)]
     assert "a token differs from transformers' forward by 0.2" in capsys.readouterr().out
