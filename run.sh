@@ -8,23 +8,29 @@
 #                   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 bash run.sh node ...   on the other
 #               machine 0 holds OUT; MASTER_PORT, 29500, is open there. ROWS_PER_STEP is each machine's
 #   demo        a small real run: target, training, one held-out prompt decoded; minutes on 2 CPU cores
-#   test        test_smoke.py, then tests/
+#   test        the tests: those that take seconds, test_smoke.py, then all of tests/ (about eight minutes)
+#   lint        ruff, with the rules of pyproject.toml
 #   bench       dev/bench.py
 #   inspect [N] what is in DATA, with N conversations shown
 #   eval        tau of CKPT on EVAL_DATA        generate    one PROMPT decoded with CKPT
-#   tools/NAME.py, dev/NAME.py   one of the programs
+#   tools/NAME.py, dev/NAME.py   one of the programs there; --help says what it does
 #
-# NAME=VALUE overrides a constant of train_dflash.py. Packages go to .venv, made on the first call;
-# PYTHON=/path/to/python bash run.sh ... uses an environment that has them.
+# NAME=VALUE overrides a constant of train_dflash.py, or of the program. Python 3.11 or newer. Packages go to
+# .venv, made on the first call; PYTHON=/path/to/python bash run.sh ... uses an environment that has them.
 set -euo pipefail
 cd "$(dirname "$0")"
 
 die() { echo "run.sh: $*" >&2; exit 1; }
 
+# the lowest Python that transformers and the trainer run on
+check_version() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        die "$1 is $("$1" -V 2>&1), 3.11 or newer is needed: PYTHON=/path/to/python bash run.sh"
+}
+
 make_venv() {
     command -v python3 >/dev/null || die "python3 is missing (Debian: apt install python3 python3-venv)"
-    python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-        die "python3 is $(python3 -V 2>&1), torch needs 3.10 or newer: PYTHON=/path/to/python bash run.sh"
+    check_version python3
     python3 -c 'import ensurepip, venv' 2>/dev/null ||
         die "python3 cannot make .venv, the Debian package python3-venv is missing: apt install python3-venv"
     echo "run.sh: making .venv"
@@ -35,12 +41,14 @@ make_venv() {
 environment() {
     if [[ -n "${PYTHON:-}" ]]; then
         command -v "$PYTHON" >/dev/null || die "PYTHON=$PYTHON is not a program"
+        check_version "$PYTHON"
         "$PYTHON" -c 'import torch, transformers, safetensors' 2>/dev/null ||
             die "PYTHON=$PYTHON cannot import torch, transformers and safetensors (see requirements.txt)"
         return
     fi
     PYTHON=.venv/bin/python
     "$PYTHON" -m pip --version >/dev/null 2>&1 || make_venv
+    check_version "$PYTHON"
     if ! cmp -s requirements.txt .venv/installed.txt; then
         echo "run.sh: installing requirements.txt into .venv"
         "$PYTHON" -m pip install -r requirements.txt || die "pip could not install them (see above)"
@@ -48,10 +56,12 @@ environment() {
     fi
 }
 
-# need MODULE PIP_ARGUMENTS...: packages that only the demo or the tests use
+# need PACKAGE [PIP_OPTION...]: one that only the demo or the tests use, as requirements-test.txt has it
 need() {
     "$PYTHON" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$1') is None)" && return
-    "$PYTHON" -m pip install "${@:2}" || die "pip could not install ${*:2} (see above)"
+    local pinned
+    pinned=$(grep "^$1==" requirements-test.txt)
+    "$PYTHON" -m pip install "${@:2}" "$pinned" || die "pip could not install $pinned (see above)"
 }
 
 # setting NAME DEFAULT "$@": the value of the last NAME=VALUE, else the default
@@ -80,7 +90,7 @@ demo() {
     local out target
     out=$(setting OUT out/demo "$@") target=$(setting TARGET "" "$@")
     if [[ -z $target ]]; then
-        need gguf gguf==0.19.0
+        need gguf
         target=$("$PYTHON" tools/demo_target.py | tail -n 1)
     fi
     forwarding "$PYTHON" train_dflash.py demo "$@" "TARGET=$target" "OUT=$out"
@@ -101,13 +111,25 @@ node() {
 }
 
 tests() {
-    need pytest pytest==9.2.0
-    need hypothesis hypothesis==6.170.17
-    need gguf gguf==0.19.0
-    need dflash --no-deps dflash==0.1.0
+    local quick=(tests/test_arrows.py tests/test_settings.py tests/test_mask.py)
+    need pytest
+    need hypothesis
+    need gguf
+    need dflash --no-deps   # of its requirements the tests use what is there already
+    echo "run.sh: 1 of 3, seconds: ${quick[*]}"
+    "$PYTHON" -m pytest -q "${quick[@]}"
+    echo "run.sh: 2 of 3, a minute: test_smoke.py, small real runs"
     "$PYTHON" test_smoke.py
-    "$PYTHON" -m pytest -q tests "$@"
+    echo "run.sh: 3 of 3, about eight minutes on two cores: tests/"
+    "$PYTHON" -m pytest -q tests "${quick[@]/#/--ignore=}" "$@"
 }
+
+lint() {
+    need ruff
+    "$PYTHON" -m ruff check .
+}
+
+programs() { grep -l '^if __name__ == "__main__"' tools/*.py dev/*.py; }
 
 run() { exec "$PYTHON" "$@"; }
 
@@ -130,9 +152,12 @@ case $mode in   # what is asked for is known before anything is installed
     node)  job=(node) ;;
     demo)  job=(demo) ;;
     test)  job=(tests) ;;
+    lint)  job=(lint) ;;
     bench) job=(run dev/bench.py) ;;
     inspect|eval|generate|devices) job=(run train_dflash.py "$mode") ;;
-    tools/*.py|dev/*.py) job=(run "$mode") ;;
+    tools/*.py|dev/*.py)
+        programs | grep -qx "$mode" || die "$mode is no program; there are $(programs | paste -sd ' ')"
+        job=(run "$mode") ;;
     *)     die "mode '$mode' is unknown: see bash run.sh help" ;;
 esac
 environment
