@@ -1,7 +1,7 @@
 """The DFlash drafter: model, slots, loss, acceptance.
 
     Drafter(config, attend)          target's hidden states + blocks [anchor, mask, ...] -> block hiddens
-    slots_of() -> Slots              which slots count, and their labels
+    Batch, block_arrays()            a packed row with its anchors, and which slots count
     row_loss()                       mask, forward, chunked_ce() and weights of one row
     walk()                           acceptance as a server counts it
 
@@ -191,36 +191,56 @@ class Drafter(nn.Module):
         return self.norm(x)
 
 
-# -------------------------------------------------------------------------------------------- slots
+# -------------------------------------------------------------------------------------------- batch
 
-class Slots(NamedTuple):
-    """One row's blocks on a drafter's device. Padding blocks: anchor 0, start 0, counted 0."""
-    ids: torch.Tensor        # (S,) token ids of the row
-    pos: torch.Tensor        # (S,) position of each token in its own conversation
-    anchor: torch.Tensor     # (N,) row index of the anchor, ascending; padding at the end
-    start: torch.Tensor      # (N,) row index where the anchor's conversation starts
-    counted: torch.Tensor    # (N,) slots 1..counted have a label: all supervised and in the anchor's turn
-    index: torch.Tensor      # (M,) block*K + slot of the slots that count, padded with 0 to whole chunks
+class Batch(NamedTuple):
+    """One packed row on a drafter's device: all that its forward and loss read. Batch size is 1.
 
-    def to(self, device):
-        return Slots(*(tensor.to(device) for tensor in self))
+    Its anchors come in G groups of N, the one shape that is compiled: training has one group, evaluation as
+    many as the row has valid anchors. Padding blocks: anchor 0, start 0, counted 0.
+    """
+    target_hidden: torch.Tensor  # (1, S, L*D) the target's hidden states at its tapped layers
+    ids: torch.Tensor            # (S,) token ids
+    positions: torch.Tensor      # (S,) position of each token in its own conversation
+    anchors: torch.Tensor        # (G, N) row index of each anchor, ascending; padding at the end
+    starts: torch.Tensor         # (G, N) row index where the anchor's conversation starts
+    counted: torch.Tensor        # (G, N) slots 1..counted have a label: supervised and in the anchor's turn
+    slots: torch.Tensor          # (G, M) block*K + slot of the slots that count, padded with 0 to whole chunks
+    # of no interest to the model: where the batch comes from, and how its copy is waited for
+    kind: str = "train"          # "train" | "eval"
+    index: int = 0               # row number in the stream of training rows, or held-out row
+    row: object = None           # the row's host arrays, which evaluation reads
+    ready: object = None         # CUDA event after which the tensors may be read, or None
+
+    def tensors(self):
+        return self[:7]
 
 
-def slots_of(ids, pos, start, anchors, run_length, n_anchors, block_size, chunk):
-    """Host numpy arrays of a row, its sorted anchors -> Slots of fixed N, still on the host.
+def block_arrays(start, run_length, anchors, n_anchors, block_size, chunk):
+    """Sorted anchors of a row -> anchors, starts, counted (G, N) and slots (G, M), the fields of Batch.
 
-    run_length (S,): supervised tokens that follow in the turn. M is rounded up to whole chunks, at least one.
+    Host numpy arrays: start (S,) where each token's conversation starts, run_length (S,) how many supervised
+    tokens follow in the turn. M is the largest group's number of counting slots, in whole chunks, at least one.
     """
     # numpy: torch lets other threads in at every operation, which costs more than these small ones
-    ids, pos, start, run_length = (np.asarray(x) for x in (ids, pos, start, run_length))
+    start = np.asarray(start)
+    run_length = np.asarray(run_length)
     anchors = np.asarray(anchors, np.int64)
-    blocks = np.zeros((3, n_anchors), np.int64)
-    blocks[:, :len(anchors)] = anchors, start[anchors], np.minimum(run_length[anchors], block_size - 1)
+    n_groups = max(1, -(-len(anchors) // n_anchors))
+    blocks = np.zeros((3, n_groups * n_anchors), np.int64)
+    blocks[0, :len(anchors)] = anchors
+    blocks[1, :len(anchors)] = start[anchors]
+    blocks[2, :len(anchors)] = np.minimum(run_length[anchors], block_size - 1)
+    blocks = blocks.reshape(3, n_groups, n_anchors)
+
     slot = np.arange(block_size)
-    counts = np.flatnonzero((slot >= 1) & (slot <= blocks[2, :, None]))
-    index = np.zeros(max(1, -(-len(counts) // chunk)) * chunk, np.int64)
-    index[:len(counts)] = counts
-    return Slots(*(torch.from_numpy(a) for a in (ids, pos, *blocks, index)))
+    counts = (slot >= 1) & (slot <= blocks[2, ..., None])  # (G, N, K)
+    counting = [np.flatnonzero(group) for group in counts]
+    n_chunks = max(1, *(-(-len(group) // chunk) for group in counting))
+    slots = np.zeros((n_groups, n_chunks * chunk), np.int64)
+    for row, group in zip(slots, counting, strict=True):
+        row[:len(group)] = group
+    return *blocks, slots
 
 
 def default_gamma(block_size: int) -> float:
@@ -371,28 +391,34 @@ def layer_masks(c, make_mask, start, anchor, seq_len):
     return masks
 
 
-def row_loss(drafter, embed, head, target_hidden, slots, make_mask, spec):
-    """Forward and loss of a row -> RowResult. target_hidden (1, S, L*D); embed, head: target's, frozen."""
-    c = drafter.config
-    seq_len, n, k = slots.ids.numel(), slots.anchor.numel(), c.block_size
-    slot = torch.arange(k, device=slots.ids.device)
-    masks = layer_masks(c, make_mask, slots.start, slots.anchor, seq_len)
-    inputs = torch.where(slot == 0, slots.ids[slots.anchor][:, None], c.mask_token_id)
+def row_loss(drafter, embed, head, batch, group, make_mask, spec):
+    """Forward and loss of a row's anchors in one group -> RowResult. embed, head: the target's, frozen."""
+    config = drafter.config
+    seq_len = batch.ids.numel()
+    anchors = batch.anchors[group]
+    slots = batch.slots[group]
+    n_blocks = anchors.numel()
+    slot = torch.arange(config.block_size, device=anchors.device)
+    masks = layer_masks(config, make_mask, batch.starts[group], anchors, seq_len)
+
+    inputs = torch.where(slot == 0, batch.ids[anchors][:, None], config.mask_token_id)
     # asking for a gradient nobody reads gives the first layer the graph of the others
     embeds = embed(inputs.view(1, -1)).requires_grad_(torch.is_grad_enabled())
-    block_pos = (slots.pos[slots.anchor][:, None] + slot).flatten()
-    hidden = drafter(target_hidden, embeds, slots.pos, block_pos, masks)[0]  # (N*K, D)
-    at = slots.anchor[:, None] + slot  # (N, K) row index of each slot's token
-    labels = slots.ids[at.clamp(max=seq_len - 1)].flatten()[slots.index]
-    ce_rows, right_rows = chunked_ce(hidden.index_select(0, slots.index), head, labels, spec.chunk, spec.form,
-                                     spec.ce_and_grad)
-    counts = (slot >= 1) & (slot <= slots.counted[:, None])  # (N, K)
+    block_positions = (batch.positions[anchors][:, None] + slot).flatten()
+    hidden = drafter(batch.target_hidden, embeds, batch.positions, block_positions, masks)[0]  # (N*K, D)
 
-    def grid(rows):  # (M,) -> (N, K); the padding of `index` lands on slot 0 of block 0, which never counts
-        return rows.new_zeros(n * k).index_put((slots.index,), rows).view(n, k)
+    place = anchors[:, None] + slot  # (N, K) row index of each slot's token
+    labels = batch.ids[place.clamp(max=seq_len - 1)].flatten()[slots]
+    ce_of_slots, correct_slots = chunked_ce(hidden.index_select(0, slots), head, labels, spec.chunk, spec.form,
+                                            spec.ce_and_grad)
+    counts = (slot >= 1) & (slot <= batch.counted[group][:, None])  # (N, K)
 
-    ce = torch.where(counts, grid(ce_rows), 0.0)
-    correct = grid(right_rows) & counts
+    def in_blocks(values):  # (M,) -> (N, K); the padding of `slots` lands on slot 0 of block 0: it never counts
+        flat = values.new_zeros(n_blocks * config.block_size)
+        return flat.index_put((slots,), values).view(n_blocks, config.block_size)
+
+    ce = torch.where(counts, in_blocks(ce_of_slots), 0.0)
+    correct = in_blocks(correct_slots) & counts
     weights = slot_weights(ce, counts, spec.kind, spec.gamma)
     matches = correct[:, 1:].cumprod(1).sum(1)
     return RowResult((weights * ce).sum(), weights.sum(), ce.detach(), matches, correct)

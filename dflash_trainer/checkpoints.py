@@ -223,55 +223,67 @@ class Saver:
     """Writes checkpoints in a thread of its own, one at a time; after a failure the next save tries again.
     The `keep` newest stay, and the best."""
 
-    def __init__(self, run, keep):
-        self.run, self.keep, self.thread, self.failed = run, keep, None, None
+    def __init__(self, workers, log, out, config, keep):
+        self.workers = workers
+        self.log = log          # run_log.LogFiles
+        self.out = out
+        self.config = config
+        self.keep = keep
+        self.thread = None
+        self.failed = None      # why the last save failed
 
-    def start(self, step, state, *rest):
-        """state(): the copy to host memory, made when the last one is on the disk."""
+    def start(self, step, copy_state, info, progress, best):
+        """copy_state(): the copy to host memory, made when the last one is on the disk."""
         self.wait()
-        self.thread = start_thread("saver", self.run.run_guarded, self.save, step, state(), *rest, daemon=False)
+        state = copy_state()
+        self.thread = start_thread("saver", self.workers.run_guarded, self.save, step, state, info, progress, best,
+                                   daemon=False)
 
-    def save(self, *what):
-        with self.run.slow():
-            self.write(*what)
+    def save(self, step, state, info, progress, best):
+        with self.workers.slow():
+            try:
+                self.write(step, state, info, best)
+            except (OSError, safetensors.SafetensorError) as e:
+                self.failed = f"checkpoint of step {step} could not be written: {e}"
+                shutil.rmtree(self.out / f".part_step_{step:08d}", ignore_errors=True)
+                if best:  # the best that there is
+                    progress.best = best_of(self.out)
+                self.log.write(f"WARNING: {self.failed}; training goes on, the next save tries again")
 
     def write(self, step, state, info, best):
-        out = self.run.out
-        try:
-            self.run.lines.require_written()  # a run that resumes here must find every line up to here
-            final = write_checkpoint(out, step, self.run.config, state, info)
-            point(out / "latest", final)
-            if best:
-                point(out / "best", final)
-            self.failed = None
-            self.rotate(step)
-            self.run.log(f"saved {final}" + (" (best)" if best else ""))
-        except (OSError, safetensors.SafetensorError) as e:
-            self.failed = f"checkpoint of step {step} could not be written: {e}"
-            shutil.rmtree(out / f".part_step_{step:08d}", ignore_errors=True)
-            if best:  # the best that there is
-                self.run.kept["best"] = best_of(out)
-            self.run.log(f"WARNING: {self.failed}; training goes on, the next save tries again")
+        self.log.lines.require_written()  # a run that resumes here must find every line up to here
+        final = write_checkpoint(self.out, step, self.config, state, info)
+        point(self.out / "latest", final)
+        if best:
+            point(self.out / "best", final)
+        self.failed = None
+        self.rotate(step)
+        self.log.write(f"saved {final}" + (" (best)" if best else ""))
 
     def rotate(self, step):
         """The newest up to `step` and the best stay; newer ones are damaged or of a line that was left."""
-        best = (self.run.out / "best").resolve().name
-        found = step_directories(self.run.out)
-        left = [p for p in found if int(p.name[5:]) > step]
+        best = (self.out / "best").resolve().name
+        found = step_directories(self.out)
+        left = [path for path in found if int(path.name[5:]) > step]
         for old in left + found[len(left) + self.keep:]:
-            if old.name != best:
-                old.unlink() if old.is_symlink() else shutil.rmtree(old)
-
-    def point_best(self, step):
-        """A step that is on the disk already is the best so far."""
-        path = self.run.out / f"step_{step:08d}"
-        if path.is_dir():  # RESUME may name another folder's
-            with user_error_on(f"OUT = {self.run.out}: can't be written", OSError):
-                point(self.run.out / "best", path)
+            if old.name == best:
+                continue
+            if old.is_symlink():
+                old.unlink()
+            else:
+                shutil.rmtree(old)
 
     def wait(self):
         if self.thread:
             self.thread.join()
+
+
+def point_best(out, step):
+    """A step that is on the disk already is the best so far."""
+    path = out / f"step_{step:08d}"
+    if path.is_dir():  # RESUME may name another folder's
+        with user_error_on(f"OUT = {out}: can't be written", OSError):
+            point(out / "best", path)
 
 
 # ------------------------------------------------------------------------------- the run's folder

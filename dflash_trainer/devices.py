@@ -4,7 +4,6 @@
     replica_of                   a frozen module on another device
     check_pairs                  GPU-to-GPU copies, checked before any weight crosses
     HandOff / receive            features to a drafter: streams wait, no host does
-    sum_over_replicas            gradients over drafters, the same bits on every one
     Stopwatch                    seconds of all this, on the device's own clock
     memory_gib                   the largest peak
 """
@@ -75,21 +74,26 @@ class HandOff:
             self.streams[device] = torch.cuda.Stream(device)
         return self.streams[device]
 
-    def send(self, hidden, device, make_rest):
-        """-> hidden on device, make_rest() of the same stream, event to wait for before reading (or None)."""
+    def send(self, target_hidden, host_tensors, device):
+        """-> target_hidden and the host tensors on `device`, and the event to wait for before reading any of
+        them (None on a CPU)."""
         if device.type != "cuda":
-            return hidden.to(device), make_rest(), None
-        mine = self.stream(device)
+            return target_hidden.to(device), list(host_tensors), None
+        to_stream = self.stream(device)
         if self.source.type != "cuda":
-            with torch.cuda.stream(mine):
-                return hidden.to(device), make_rest(), mine.record_event()
-        theirs, done = self.stream(self.source), torch.cuda.current_stream(self.source).record_event()
-        with torch.cuda.stream(theirs), torch.cuda.stream(mine):  # a copy uses both devices' current streams
-            theirs.wait_event(done)
-            mine.wait_event(done)
-            moved = transfer(hidden, device, self.bad_pairs)
-            hidden.record_stream(theirs)
-            return moved, make_rest(), mine.record_event()
+            with torch.cuda.stream(to_stream):
+                moved = target_hidden.to(device)
+                rest = [to_device(tensor, device) for tensor in host_tensors]
+                return moved, rest, to_stream.record_event()
+        from_stream = self.stream(self.source)
+        computed = torch.cuda.current_stream(self.source).record_event()
+        with torch.cuda.stream(from_stream), torch.cuda.stream(to_stream):  # a copy uses both devices' current streams
+            from_stream.wait_event(computed)
+            to_stream.wait_event(computed)
+            moved = transfer(target_hidden, device, self.bad_pairs)
+            target_hidden.record_stream(from_stream)
+            rest = [to_device(tensor, device) for tensor in host_tensors]
+            return moved, rest, to_stream.record_event()
 
 
 def receive(tensors, ready, device):
@@ -129,22 +133,3 @@ class Stopwatch:
             began, ended = self.spans.popleft()
             seconds += began.elapsed_time(ended) / 1e3 if cuda else ended - began
         return seconds
-
-
-def sum_over_replicas(lists, direct, machines, bad_pairs=frozenset()):
-    """Sum tensor lists (one per drafter, in order) into every one of them: the same bits on every replica.
-
-    direct: distinct CUDA devices, summed in place by NCCL from this one thread.
-    machines: what they sum is added before it goes back to this machine's replicas.
-    """
-    for tensors in zip(*lists):
-        if direct:
-            torch.cuda.nccl.all_reduce(tensors)
-        for other in () if direct else tensors[1:]:
-            tensors[0].add_(transfer(other, tensors[0].device, bad_pairs))
-    machines.sum(lists[0])
-    for tensors in zip(*lists):
-        if direct and machines.size > 1:
-            torch.cuda.nccl.broadcast(tensors)
-        for other in () if direct else tensors[1:]:
-            other.copy_(transfer(tensors[0], other.device, bad_pairs))

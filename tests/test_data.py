@@ -680,7 +680,7 @@ any_row = (
         }
     )
 )
-any_line = st.require_one_of(
+any_line = st.one_of(
     any_row.map(lambda v: json.dumps(v).encode()),
     st.binary(max_size=40).map(lambda b: b.replace(b"\n", b"")),
     any_row.map(lambda v: json.dumps(v)[:-2].encode()),

@@ -1,0 +1,334 @@
+"""What a run says of itself: statistics of its steps -> log line, metrics.jsonl, warnings.
+
+    LogFiles     the screen, train.log, metrics.jsonl and bad_steps.jsonl of a run's folder
+    RunLog       reads the drafters' statistics at log and save steps, once for the whole window
+    Progress     what a resumed run must know of the steps before it
+
+Units: seconds on the host's and the devices' clocks, milliseconds in the log.
+"""
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from dflash_trainer import checkpoints
+from dflash_trainer.devices import memory_gib
+from dflash_trainer.errors import require
+
+
+class RowStats(NamedTuple):
+    """One row's micro-step: columns of a tensor that is summed over drafters and machines with the gradients."""
+    loss: float      # sum of w * ce
+    weight: float    # sum of w
+    matches: float   # accepted slots, summed over the valid anchors
+    anchors: float   # valid anchors
+    bad: float       # 1 where the loss was not finite
+
+
+class StepStats(NamedTuple):
+    """One optimiser step: columns of a tensor on the first drafter's device."""
+    grad_norm: float    # after the division by the loss denominator
+    skipped: float      # 1: no update, the step was bad or had no slot that counts
+    bad: float          # 1: loss or gradients were not finite
+    first_bad: float    # number of the first gradient that was not finite
+    denominator: float  # what the step's sum of w * ce was divided by
+
+
+class StepRecord(NamedTuple):
+    """What the host knows of a step once its window has been read."""
+    step: int
+    rows: list   # [RowStats]
+    stats: StepStats
+
+
+@dataclasses.dataclass
+class Progress:
+    """Kept in every checkpoint, so that a resumed run goes on as if it had not stopped."""
+    best: dict | None = None            # {"step", "tau"} of the best evaluation
+    best_eval_loss: dict | None = None  # {"step", "eval_loss"}
+    eval_loss_rose: bool = False        # overfitting has been reported
+    skipped: int = 0                    # steps without an update
+    bad_steps_in_a_row: int = 0
+    last_eval_step: int | None = None
+    window: list = dataclasses.field(default_factory=list)  # [StepRecord] since the last log line
+    eval_data: str | None = None        # fingerprint of EVAL_DATA
+
+    @classmethod
+    def from_info(cls, info: dict) -> "Progress":
+        """trainer.json of a checkpoint -> Progress; what an older file lacks starts afresh."""
+        known = {field.name: info[field.name] for field in dataclasses.fields(cls) if field.name in info}
+        progress = cls(**known)
+        progress.window = [
+            StepRecord(step, [RowStats(*row) for row in rows], StepStats(*stats))
+            for step, rows, stats in progress.window]
+        return progress
+
+
+class LogFiles:
+    """The screen and the text files of a run's folder. Any thread may write."""
+
+    def __init__(self, out: Path):
+        self.out = out
+        self.lines = checkpoints.Lines(out)
+        self.board = None  # tensorboard's writer
+        self.bar = None    # the progress bar, while it is shown
+
+    def write(self, text: str) -> None:
+        """One line on the screen and in train.log."""
+        with self.lines.lock:
+            self.lines.append("train.log", text)
+            with suppress(OSError):  # the run outlives what reads its screen
+                if self.bar:
+                    tqdm.write(text)
+                else:
+                    print(text, flush=True)
+
+    def record(self, values: dict) -> None:
+        """One JSON object per line in metrics.jsonl; numbers go to tensorboard too, where it is installed."""
+        self.lines.append("metrics.jsonl", json.dumps(values))
+        if self.board:
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self.board.add_scalar(name, value, values["step"])
+
+    @contextmanager
+    def progress_bar(self, first: int, last: int, shown: bool) -> Iterator[None]:
+        with tqdm(total=last, initial=first, unit="step", disable=not shown) as bar:
+            self.bar = None if bar.disable else bar
+            try:
+                yield
+            finally:
+                self.bar = None
+
+    @contextmanager
+    def tensorboard(self) -> Iterator[None]:
+        self.board = checkpoints.tensorboard(self.out)
+        try:
+            yield
+        finally:
+            if self.board:
+                self.board.close()
+
+
+class RunLog:
+    """Statistics of steps, read from the first drafter's device at log and save steps: one sync a window."""
+
+    def __init__(self, settings, files: LogFiles, progress: Progress, schedule, tokens_of_steps, n_bad_lines: int):
+        """tokens_of_steps(first, last): tokens in the rows of these steps, over all machines."""
+        self.settings = settings
+        self.files = files
+        self.progress = progress
+        self.schedule = schedule
+        self.tokens_of_steps = tokens_of_steps
+        self.n_bad_lines = n_bad_lines
+        self.clock = WindowClock(schedule.start)
+
+    def write(self, text: str) -> None:
+        self.files.write(text)
+
+    # ---- statistics of steps
+
+    def read_statistics(self, optimizer, end: int) -> None:
+        """Read the steps before `end` that have not been read yet, and report those that were not finite."""
+        row_ring = optimizer.row_ring.tolist()
+        step_ring = optimizer.step_ring.tolist()
+        fresh = []
+        for step in range(self.clock.read_to, end):
+            place = step % len(step_ring)
+            rows = [RowStats(*row) for row in row_ring[place]]
+            fresh.append(StepRecord(step, rows, StepStats(*step_ring[place])))
+        self.clock.read_to = end
+        for record in fresh:
+            self.progress.skipped += int(record.stats.skipped)
+            if record.stats.bad:
+                self.progress.bad_steps_in_a_row += 1
+                self.report_bad_step(record, optimizer.names[int(record.stats.first_bad)])
+            else:
+                self.progress.bad_steps_in_a_row = 0
+        # a new list: the saver's thread may be writing the old one
+        self.progress.window = self.progress.window + fresh
+
+    def report_bad_step(self, record: StepRecord, tensor_name: str) -> None:
+        """UserError once K_BAD steps in a row were not finite."""
+        n_rows = self.schedule.rows_per_step
+        first_row = record.step * n_rows
+        rows = [first_row + i for i, row in enumerate(record.rows) if row.bad]
+        rows = rows or list(range(first_row, first_row + n_rows))
+        bad = {"step": record.step + 1, "rows": rows, "first_bad_tensor": tensor_name}
+        self.files.lines.append("bad_steps.jsonl", json.dumps(bad))
+        where = f"rows {rows}; first bad gradient {tensor_name}"
+        self.write(f"WARNING: step {record.step + 1} was not finite and was skipped; {where}")
+        n_bad = self.progress.bad_steps_in_a_row
+        limit = self.settings.K_BAD
+        require(n_bad < limit, f"{n_bad} steps in a row were not finite (K_BAD = {limit}); {where}")
+
+    # ---- the log line
+
+    def log_if_due(self, optimizer, step: int, learning_rate: float, queues, reduce_watch, ending: bool) -> None:
+        """After `step` updates: move the bar, and write the line of the window that ends here."""
+        if self.files.bar:
+            self.files.bar.update(1)
+        if step % self.settings.LOG_EVERY and step != self.schedule.end and not ending:
+            return
+        self.read_statistics(optimizer, step)
+        n_steps = step - self.clock.logged_to
+        times = self.clock.window_times(queues, reduce_watch)
+        values = {
+            "step": step,
+            **window_means(self.progress.window),
+            "lr": learning_rate,
+            "tokens_per_s": round(self.tokens_of_steps(self.clock.logged_to, step) / times.wall, 1),
+            "step_ms": per_step_ms(times.wall, n_steps),
+            "wait_ms": per_step_ms(times.drafters_waited, n_steps),
+            "target_wait_ms": per_step_ms(times.targets_waited_in_training, n_steps),
+            "reduce_ms": per_step_ms(times.reduce, n_steps),
+            "queue": queues.n_waiting(),
+            "mem_gib": memory_gib(),
+            "skipped": self.progress.skipped,
+            "bad_rows": self.n_bad_lines,
+        }
+        values = {name: values[name] for name in METRICS}
+        self.progress.window = []
+        self.files.record(values)
+        self.write(format_log_line(values))
+        # compilation is in the first window: the second is the first to tell what a step takes
+        windows_since_start = step // self.settings.LOG_EVERY - self.schedule.start // self.settings.LOG_EVERY
+        if step % self.settings.LOG_EVERY == 0 and windows_since_start == 2:
+            self.advise_split(times, n_steps)
+            hours = (self.schedule.end - step) * times.wall / n_steps / 3600
+            self.write(f"{hours:.2f} hours to step {self.schedule.end} at this pace, evaluation left out")
+        self.clock.restart(step)
+
+    def advise_split(self, times: "WindowTimes", n_steps: int) -> None:
+        """Which split of the devices would keep both sides busy, from each side's busy time per step."""
+        targets = self.settings.TARGET_DEVICES
+        drafters = self.settings.DRAFTER_DEVICES
+        devices = targets + drafters
+        if len(set(devices)) < len(devices) and "cpu" not in devices:
+            return  # on a GPU that two threads share, each one's clock counts the other's work
+        busy_target = max(0, times.wall + times.evaluation - times.targets_waited) / n_steps
+        busy_drafter = (times.wall - times.first_drafter_waited - times.reduce) / n_steps
+        row_on_target = 1e3 * busy_target * len(targets) / self.settings.ROWS_PER_STEP
+        row_on_drafter = 1e3 * busy_drafter * len(drafters) / self.settings.ROWS_PER_STEP
+        n = len(devices)
+        best = min(range(1, n), key=lambda t: max(row_on_target / t, row_on_drafter / (n - t)))
+        self.write(f"one row costs {row_on_target:.0f} ms on a target and {row_on_drafter:.0f} ms on a drafter: the "
+                   f"balanced split of {n} devices is {best} targets + {n - best} drafters (now {len(targets)} + "
+                   f"{len(drafters)})")
+
+    # ---- evaluation
+
+    def log_evaluation(self, step: int, metrics: dict) -> bool:
+        """Record an evaluation. -> is it the best so far by tau?"""
+        progress = self.progress
+        loss = metrics["eval_loss"]
+        tau = metrics["tau"]
+        finite = math.isfinite(loss)
+        self.files.record({"step": step, **metrics, "eval_loss": loss if finite else None})  # JSON has no NaN
+        acceptance = " ".join(f"{share:.3f}" for share in metrics["acc_k"])
+        self.write(f"eval step {step} | eval_loss {loss:.4f} | tau {tau:.3f} | acc_k {acceptance}")
+
+        progress.last_eval_step = step
+        is_new_best = step > 0 and (progress.best is None or tau > progress.best["tau"])
+        if is_new_best:
+            progress.best = {"step": step, "tau": tau}
+        lowest = progress.best_eval_loss
+        if finite and lowest is not None and not progress.eval_loss_rose:
+            if loss > 1.001 * lowest["eval_loss"]:  # by more than rounding
+                progress.eval_loss_rose = True
+                self.write(f"held-out loss is rising (best {lowest['eval_loss']:.4f} at step {lowest['step']}, now "
+                           f"{loss:.4f}): the drafter overfits; {Path(self.settings.OUT) / 'best'} keeps the best "
+                           "checkpoint by tau")
+        if finite and (lowest is None or loss < lowest["eval_loss"]):
+            progress.best_eval_loss = {"step": step, "eval_loss": loss}
+        return is_new_best
+
+
+METRICS = ("step", "loss", "accept_len", "lr", "grad_norm", "tokens_per_s", "step_ms", "wait_ms",
+           "target_wait_ms", "reduce_ms", "queue", "mem_gib", "skipped", "bad_rows")
+
+
+def window_means(window: list) -> dict:
+    """[StepRecord] -> loss, accept_len and grad_norm of the steps that were finite; None where none was."""
+    losses = []
+    norms = []
+    matches = 0.0
+    anchors = 0.0
+    for record in window:
+        sums = RowStats(*np.sum(record.rows, 0))
+        if np.isfinite(sums.loss):
+            matches += sums.matches
+            anchors += sums.anchors
+            if sums.weight > 0:
+                losses.append(sums.loss / sums.weight)
+        if np.isfinite(record.stats.grad_norm):
+            norms.append(record.stats.grad_norm)
+    return {
+        "loss": float(np.mean(losses)) if losses else None,
+        "accept_len": float(1 + matches / max(1, anchors)),
+        "grad_norm": norms[-1] if norms else None,
+    }
+
+
+def per_step_ms(seconds: float, n_steps: int) -> float:
+    return round(1e3 * float(seconds) / n_steps, 2)
+
+
+def format_log_line(values: dict) -> str:
+    words = []
+    for name, value in values.items():
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        words.append(f"{name} {text}")
+    return " | ".join(words)
+
+
+class WindowTimes(NamedTuple):
+    """Seconds of the window since the last log line."""
+    wall: float                 # evaluation left out
+    evaluation: float
+    drafters_waited: float      # for targets, mean over the drafters
+    first_drafter_waited: float
+    targets_waited: float       # for room in the queues, mean over the targets; an evaluation is in it
+    reduce: float               # sum of gradients, other drafters and machines waited for
+
+    @property
+    def targets_waited_in_training(self) -> float:
+        return max(0, self.targets_waited - self.evaluation)
+
+
+class WindowClock:
+    """Where the present window began, in steps and in time."""
+
+    def __init__(self, step: int):
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        """The window begins at `step`, up to which the statistics have been read."""
+        self.read_to = step
+        self.logged_to = step
+        self.began = time.perf_counter()
+        self.evaluation = 0.0
+
+    def elapsed(self) -> float:
+        """Seconds since the threads started, or since the last log line."""
+        return time.perf_counter() - self.began
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.evaluation += time.perf_counter() - began
+
+    def window_times(self, queues, reduce_watch) -> WindowTimes:
+        wall = self.elapsed() - self.evaluation
+        drafter_waits = [watch.take() for watch in queues.drafter_watches]
+        target_waits = [watch.take() for watch in queues.target_watches]
+        return WindowTimes(wall, self.evaluation, float(np.mean(drafter_waits)), drafter_waits[0],
+                           float(np.mean(target_waits)), reduce_watch.take())
