@@ -30,6 +30,7 @@ for folder in (str(ROOT), str(ROOT / "tests")):
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
@@ -37,8 +38,9 @@ import transformers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 import train_dflash as trainer  # noqa: E402
+import model_drafter as md  # noqa: E402
 from model_drafter import DrafterConfig  # noqa: E402
-from dflash_trainer import checkpoints  # noqa: E402
+from dflash_trainer import checkpoints, settings  # noqa: E402
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -47,7 +49,7 @@ PAD, BOS, EOS, MASK, START, USER, ASSISTANT, FIRST_WORD = range(8)  # token ids;
 FIELDS = ("step loss accept_len lr grad_norm tokens_per_s step_ms wait_ms target_wait_ms reduce_ms queue "
           "mem_gib skipped bad_rows").split()  # design, section 4
 TIMED = {"tokens_per_s", "step_ms", "wait_ms", "target_wait_ms", "reduce_ms", "queue", "mem_gib"}
-DEFAULTS = {name: getattr(trainer, name) for name in trainer.constants()}
+DEFAULTS = settings.values(trainer)
 TINY = dict(TARGET_DEVICES="cpu", DRAFTER_DEVICES="cpu", SEQ_LEN=64, NUM_ANCHORS=8, BLOCK_SIZE=4,
             DRAFT_LAYERS=2, TARGET_LAYER_IDS="0,2", ROWS_PER_STEP=2, STEPS=6, LR=0.003, EVAL_EVERY=0,
             SAVE_EVERY=1000, LOG_EVERY=1, STALL_S=120)
@@ -125,6 +127,17 @@ def tiny_config(**changes):
         vocab_size=61, block_size=4, mask_token_id=60, target_layer_ids=(1, 3), num_target_layers=6,
         layer_types=kinds, sliding_window=6, rope_theta=5e5)
     return replace(c, **changes)
+
+
+def batch_of(ids, positions, start, anchors, run_length, n_anchors, block_size, chunk, target_hidden=None):
+    """Host arrays of a row -> its Batch, one group of anchors."""
+    blocks = md.block_arrays(start, run_length, anchors, n_anchors, block_size, chunk)
+    tensors = [torch.from_numpy(np.asarray(array)) for array in (ids, positions, *blocks)]
+    return md.Batch(target_hidden, *tensors)
+
+
+def loss_of_row(drafter, embed, head, target_hidden, batch, make_mask, spec):
+    return md.row_loss(drafter, embed, head, batch._replace(target_hidden=target_hidden), 0, make_mask, spec)
 
 
 # ---------------------------------------------------------------------------------------------------- data

@@ -11,9 +11,9 @@ import torch
 import transformers
 from torch import nn
 
-from common import tiny_config
+from common import batch_of, loss_of_row, tiny_config
 from flex_utils import attend_dense, dense_mask
-from model_drafter import (Drafter, Head, LossSpec, row_loss, slots_of, walk)
+from model_drafter import (Drafter, Head, LossSpec, walk)
 from dflash_trainer.decoding import (speculative_generate)
 from dflash_trainer import checkpoints
 from dflash_trainer import decoding
@@ -262,7 +262,7 @@ def row_of(target, prompt, answer):
     hidden, s, first = taps.collect(), ids.shape[1], prompt.shape[1]
     taps.remove()
     run = np.array([s - 1 - i if i >= first else 0 for i in range(s)])
-    slots = slots_of(
+    slots = batch_of(
         ids[0].numpy(),
         np.arange(s),
         np.zeros(s, dtype=np.int64),
@@ -295,7 +295,7 @@ def fitted(target, data):
 
 
 def loss_of(drafter, target, hidden, slots):
-    return row_loss(
+    return loss_of_row(
         drafter,
         target.get_input_embeddings(),
         Head(target.lm_head),

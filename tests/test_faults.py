@@ -44,12 +44,12 @@ def printed(capfd):
 
 
 STAGES = [("reader", "target", "RowStream.row"), ("target", "target", "target_features"),
-          ("slots", "target", "make_slots"), ("put", "target", "Run.put"),
+          ("batch", "target", "send_batch"), ("put", "target", "Queues.put"),
           ("drafter", "drafter", "micro_step"),
-          ("average", "drafter", "Run.average"),
-          ("update", "drafter", "Replica.update"), ("evaluate", "drafter", "evaluate_row"),
-          ("evaluation's end", "drafter", "Run.merge_evaluation"), ("log", "drafter", "Run.log_if_due"),
-          ("state", "drafter", "Replica.state"), ("saver", "saver", "checkpoints.write_checkpoint")]
+          ("sum", "drafter", "sum_gradients"),
+          ("update", "drafter", "Optimizer.update"), ("evaluate", "drafter", "evaluate_row"),
+          ("evaluation's end", "drafter", "merge_evaluation"), ("log", "drafter", "RunLog.log_if_due"),
+          ("state", "drafter", "Optimizer.state"), ("saver", "saver", "checkpoints.write_checkpoint")]
 
 
 @pytest.mark.parametrize("call", [1, 3])
@@ -72,10 +72,10 @@ LOWER = "SEQ_LEN", "NUM_ANCHORS", "LOSS_CHUNK", "QUEUE_DEPTH", "TARGET_DEVICES",
 
 @pytest.mark.parametrize("path, role, error", [
     ("micro_step", "thread drafter-0", FULL_DEVICE), ("target_features", "thread target-0", FULL_DEVICE),
-    ("Run.average", "thread drafter-0", FULL_HOST),
+    ("sum_gradients", "thread drafter-0", FULL_HOST),
     ("checkpoints.write_checkpoint", "thread saver", MemoryError()),
-    ("load_target", "error", FULL_DEVICE), ("target_files.check_weights", "error", FULL_DEVICE),
-    ("Replica.load_state", "error", FULL_HOST)])
+    ("load_target", "error", FULL_DEVICE), ("target.check_weights", "error", FULL_DEVICE),
+    ("Optimizer.load_state", "error", FULL_HOST)])
 def test_out_of_memory_is_one_line(tmp_path, monkeypatch, capfd, undisturbed, path, role, error):
     """Role, device, budget and the constants to lower; also in the main thread, while loading."""
     def full(*args):
@@ -172,7 +172,7 @@ def test_a_target_whose_weights_are_missing_is_refused(tmp_path, capfd):
 def test_a_gated_or_unreachable_target_says_what_to_do(tmp_path, monkeypatch, capfd, why):
     def refused(name):
         raise OSError(f"{why}\nand more lines")
-    monkeypatch.setattr(trainer.target_files.AutoConfig, "from_pretrained", refused)
+    monkeypatch.setattr(trainer.target.AutoConfig, "from_pretrained", refused)
     assert train(tmp_path / "o", TARGET="owner/gated") == 2
     one_line(capfd, "TARGET = owner/gated", why, "offline", "licence", "hf auth login")
 
@@ -282,7 +282,7 @@ def test_no_c_compiler(tmp_path, monkeypatch, capfd, before_data):
 
 def test_no_python_headers(tmp_path, monkeypatch, capfd, before_data):
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/cc")
-    monkeypatch.setattr(trainer.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+    monkeypatch.setattr(trainer.start.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
     assert train(tmp_path / "o", DRAFTER_DEVICES="cuda:0", TARGET=random_target(hidden=128)) == 2
     one_line(capfd, "/nowhere/Python.h", "python3-dev")
 
@@ -386,7 +386,7 @@ def test_a_demo_clears_its_folder_but_not_under_another_run(tmp_path, capsys):
         (tmp_path / name).touch()
     (tmp_path / "latest").symlink_to("step_00000001")
     with trainer.checkpoints.only_run_in(tmp_path):
-        with pytest.raises(trainer.UserError, match="in use by another run"):
+        with pytest.raises(errors.UserError, match="in use by another run"):
             with trainer.checkpoints.only_run_in(tmp_path, clear=True):
                 pass
         assert (tmp_path / "latest" / "config.json").exists()
@@ -406,8 +406,8 @@ def test_resume_of_a_finished_run_in_another_out_is_refused(tmp_path, capfd, und
     ("COMPILE", 1, "bool"), ("EPOCHS", True, "int"), ("OUT", "", "name a directory")])
 def test_edited_constants_are_checked(monkeypatch, name, value, wanted):
     monkeypatch.setattr(trainer, name, value)
-    with pytest.raises(trainer.UserError, match=rf"^{name} = ") as error:
-        trainer.check_settings()
+    with pytest.raises(errors.UserError, match=rf"^{name} = ") as error:
+        trainer.start.check_settings(trainer)
     assert str(error.value).endswith(wanted)
 
 
@@ -744,7 +744,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path):
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch, undisturbed):
     """The save of step 4 waits until step 7 is trained: were training to wait for it, neither would move."""
-    write, update = checkpoints.write_checkpoint, trainer.Replica.update
+    write, update = checkpoints.write_checkpoint, trainer.Optimizer.update
     reached, in_time = threading.Event(), []
 
     def slow_write(out, step, *args):
@@ -752,13 +752,13 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch, u
             in_time.append(reached.wait(20))
         return write(out, step, *args)
 
-    def counted(w, lr, slot, count=[0]):
+    def counted(optimizer, *args, count=[0]):
         count[0] += 1
         if count[0] == 7:
             reached.set()
-        update(w, lr, slot)
+        update(optimizer, *args)
     monkeypatch.setattr(checkpoints, "write_checkpoint", slow_write)
-    monkeypatch.setattr(trainer.Replica, "update", counted)
+    monkeypatch.setattr(trainer.Optimizer, "update", counted)
     train_ok(tmp_path / "o", **dict(SHAPE, SAVE_EVERY=4, EVAL_EVERY=0))
     assert in_time == [True]
     assert_same(tmp_path / "o" / "step_00000004", undisturbed / "step_00000004")  # not what came later
@@ -816,12 +816,12 @@ def test_a_best_that_could_not_be_saved_is_not_the_best(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         return inner(out, step, *rest)
     monkeypatch.setattr(checkpoints, "write_checkpoint", full_at_four)
-    inside = trainer.Run.save_if_due
+    inside = trainer.save_if_due
 
-    def and_wait(run, w, plan):  # else the next evaluation may come first
-        inside(run, w, plan)
+    def and_wait(run, *args):  # else the next evaluation may come first
+        inside(run, *args)
         run.saver.wait()
-    monkeypatch.setattr(trainer.Run, "save_if_due", and_wait)
+    monkeypatch.setattr(trainer, "save_if_due", and_wait)
     out = train_ok(tmp_path / "o", STEPS=8, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=1)
     assert os.readlink(out / "best") == "step_00000006" and (out / "best").is_dir()
 
@@ -976,14 +976,14 @@ def test_a_death_beside_a_busy_thread_is_said_within_seconds(tmp_path, name, stu
 
 
 def _slow_files(seconds):
-    load, write = trainer.target_files.load_model, trainer.checkpoints.write_checkpoint
+    load, write = trainer.target.load_model, trainer.checkpoints.write_checkpoint
 
     def slowly(work):
         def wait_first(*args):
             time.sleep(seconds)
             return work(*args)
         return wait_first
-    trainer.target_files.load_model, trainer.checkpoints.write_checkpoint = slowly(load), slowly(write)
+    trainer.target.load_model, trainer.checkpoints.write_checkpoint = slowly(load), slowly(write)
 
 
 def test_loading_and_saving_may_take_longer_than_stall_s(tmp_path):
@@ -996,5 +996,5 @@ def test_tokenising_ticks_the_watchdog(tmp_path):
     """One tick for each 128 lines: a large file may take longer than STALL_S."""
     data, ticks = data_file("many", 1000), []
     vocab = dict(vocab=VOCAB, tick=lambda: ticks.append(0))
-    trainer.read_conversations(data, None, "DATA", **vocab)
+    trainer.read_conversations("DATA", data, None, **vocab)
     assert len(ticks) == 8

@@ -16,7 +16,8 @@ from dflash_trainer import workers  # noqa: E402
 import flex_utils
 from flex_utils import Gate, attend_flex, block_mask, worker_compile_settings
 from dflash_trainer import devices
-from dflash_trainer.devices import check_pairs, sum_over_replicas, transfer
+from dflash_trainer.devices import check_pairs, transfer
+from train_dflash import sum_over_replicas
 from dflash_trainer.machines import SingleMachine
 
 PATIENCE = 15  # seconds after which a thread counts as hung

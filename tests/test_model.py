@@ -17,9 +17,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dflash_trainer import decoding  # noqa: E402
 import model_drafter as md
+from common import batch_of, loss_of_row
 from common import tiny_config as config
 from flex_utils import attend_dense, dense_mask
-from model_drafter import Drafter, Head, LossSpec, chunked_ce, row_loss, slots_of, walk
+from model_drafter import Drafter, Head, LossSpec, chunked_ce, walk
 from dflash_trainer import checkpoints
 
 CPU = torch.device("cpu")
@@ -58,7 +59,7 @@ def row_of(lengths, vocab=60, seed=0):
 def make_slots(lengths, turns, anchors, n_anchors=None, k=4, chunk=4, seed=0):
     ids, pos, start = (np.array(x, dtype=np.int64) for x in row_of(lengths, seed=seed))
     anchors = np.array(anchors, dtype=np.int64)
-    return slots_of(
+    return batch_of(
         ids, pos, start, anchors, run_lengths(turns, len(ids)), n_anchors or len(anchors), k, chunk
     )
 
@@ -145,7 +146,7 @@ class Leak:
     @torch.no_grad()
     def blocks(self, ids=None, hidden=None, make_mask=dense_mask):
         slots = self.slots if ids is None else self.slots._replace(ids=ids)
-        row_loss(
+        loss_of_row(
             self.drafter,
             self.embed,
             self.head,
@@ -206,16 +207,16 @@ def test_worked_example_slots():
     """Design 12: supervised 3-5 and 8-11; anchor 4 counts slot 1 only, anchor 9 slots 1 and 2, anchor
     3 slots 1 and 2."""
     slots = make_slots((12,), [(3, 6), (8, 12)], [3, 4, 8, 9, 10], n_anchors=7, chunk=8)
-    assert slots.counted.tolist() == [2, 1, 3, 2, 1, 0, 0]
-    assert slots.anchor.tolist() == [3, 4, 8, 9, 10, 0, 0] and slots.start.tolist() == [0] * 7
-    assert slots.index.tolist() == [1, 2, 5, 9, 10, 11, 13, 14, 17] + [0] * 7  # padded to two chunks of 8
-    assert slots.pos.tolist() == list(range(12))
+    assert slots.counted[0].tolist() == [2, 1, 3, 2, 1, 0, 0]
+    assert slots.anchors[0].tolist() == [3, 4, 8, 9, 10, 0, 0] and slots.starts[0].tolist() == [0] * 7
+    assert slots.slots[0].tolist() == [1, 2, 5, 9, 10, 11, 13, 14, 17] + [0] * 7  # padded to two chunks of 8
+    assert slots.positions.tolist() == list(range(12))
 
 
 def test_slots_of_packed_conversations_and_block_longer_than_the_turn():
     slots = make_slots((6, 5), [(2, 6), (7, 11)], [2, 7, 9], n_anchors=3, k=10, chunk=1)
-    assert slots.start.tolist() == [0, 6, 6] and slots.counted.tolist() == [3, 3, 1]
-    assert slots.index.tolist() == [1, 2, 3, 11, 12, 13, 21]
+    assert slots.starts[0].tolist() == [0, 6, 6] and slots.counted[0].tolist() == [3, 3, 1]
+    assert slots.slots[0].tolist() == [1, 2, 3, 11, 12, 13, 21]
 
 
 def labels_of_row_loss(slots, k=4):
@@ -229,9 +230,9 @@ def labels_of_row_loss(slots, k=4):
     with torch.no_grad():
         linear.weight.zero_()
         linear.bias.copy_(bias)
-    out = torch.zeros(1, slots.anchor.numel() * k, 8)
+    out = torch.zeros(1, slots.anchors[0].numel() * k, 8)
     with torch.no_grad():
-        result = row_loss(Fake(out, k), nn.Embedding(vocab, 8), Head(linear), None, slots, dense_mask, spec())
+        result = loss_of_row(Fake(out, k), nn.Embedding(vocab, 8), Head(linear), None, slots, dense_mask, spec())
     return [[int((bias + ce).abs().argmin()) if ce else None for ce in row] for row in result.ce]
 
 
@@ -264,7 +265,7 @@ def test_slot_k_is_trained_on_token_a_plus_k():
 def test_input_of_a_block_is_anchor_then_masks_at_the_positions_of_its_own_conversation():
     slots, embed = make_slots((12, 9), [(3, 12), (14, 21)], [4, 14], n_anchors=3), nn.Embedding(61, 8)
     fake = Fake(torch.zeros(1, 12, 8), 4)
-    row_loss(fake, embed, Head(nn.Linear(8, 61)), None, slots, dense_mask, spec())
+    loss_of_row(fake, embed, Head(nn.Linear(8, 61)), None, slots, dense_mask, spec())
     fed = [
         [int((embed.weight - e).abs().sum(1).argmin()) for e in block] for block in fake.embeds.view(3, 4, 8)
     ]
@@ -286,9 +287,9 @@ def test_input_of_a_block_is_anchor_then_masks_at_the_positions_of_its_own_conve
 @pytest.mark.parametrize("kind", ["decay", "dpace"])
 def test_row_without_a_valid_anchor_has_loss_zero_and_no_nan(kind, form):
     slots = make_slots((8,), [], [], n_anchors=3)
-    assert slots.counted.tolist() == [0] * 3 and slots.index.tolist() == [0] * 4
+    assert slots.counted[0].tolist() == [0] * 3 and slots.slots[0].tolist() == [0] * 4
     drafter = drafter_of(config())
-    result = row_loss(
+    result = loss_of_row(
         drafter,
         nn.Embedding(61, 32),
         Head(nn.Linear(32, 61)),
@@ -368,7 +369,7 @@ def test_loss_and_gradient_equal_an_unchunked_fp64_loop(kind, cap, bias, form):
     )
     (want.loss / want.weights.sum()).backward()
     leaf = hidden.clone().requires_grad_()
-    got = row_loss(
+    got = loss_of_row(
         Fake(leaf[None], 4), nn.Embedding(61, 16), head, None, slots, dense_mask, spec(kind, form, gamma=1.5)
     )
     (got.loss / got.weight).backward()
@@ -398,7 +399,7 @@ def test_without_gradient_the_loss_is_the_same(form):
     slots, head, hidden = problem(None, False)
     want = decay_reference(hidden, head, None, slots)
     with torch.no_grad():
-        got = row_loss(
+        got = loss_of_row(
             Fake(hidden[None], 4), nn.Embedding(61, 16), head, None, slots, dense_mask, spec(form=form)
         )
     assert (
@@ -412,7 +413,7 @@ def test_chunk_size_changes_nothing(chunk, form):
     slots, head, hidden = problem(3.0, True)
     slots = make_slots(LENGTHS, TURNS, ANCHORS, n_anchors=12, chunk=chunk)
     want = decay_reference(hidden, head, 3.0, slots)
-    got = row_loss(
+    got = loss_of_row(
         Fake(hidden[None].requires_grad_(), 4),
         nn.Embedding(61, 16),
         head,
@@ -502,7 +503,7 @@ def test_first_loss_of_a_random_drafter_is_near_ln_v():
     drafter.init_weights(0)
     head = nn.Linear(32, 61, bias=False)
     nn.init.normal_(head.weight, std=0.02)
-    got = row_loss(
+    got = loss_of_row(
         drafter,
         nn.Embedding(61, 32),
         Head(head),

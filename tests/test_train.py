@@ -3,6 +3,7 @@ import functools
 import json
 import math
 import random
+import threading
 import time
 import types
 from pathlib import Path
@@ -20,7 +21,7 @@ from common import (EOS, FIELDS, FIRST_WORD, MASK, assert_same, data_file, delay
                     log_lines, losses, metrics, plus_one_target, put_nan, published, random_target, scratch,
                     start, train_ok, threads, train, untimed, weights)
 from flex_utils import attend_dense
-from dflash_trainer import checkpoints, devices, features
+from dflash_trainer import checkpoints, devices, features, run_log, settings
 from dflash_trainer import rows as rows_module
 
 EVALUATED = dict(ROWS_PER_STEP=3, STEPS=6, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=9)
@@ -81,39 +82,41 @@ def test_another_seed_gives_another_run(one_and_one, tmp_path):
 
 
 def test_replicas_hold_the_same_bits_after_every_step(tmp_path, monkeypatch):
-    seen, update = {}, trainer.Replica.update
+    seen, update = {}, trainer.Optimizer.update
 
-    def recorded(w, *args):
-        update(w, *args)
-        seen.setdefault(w.index, []).append([m.detach().clone() for m in w.masters.values()])
-    monkeypatch.setattr(trainer.Replica, "update", recorded)
+    def recorded(optimizer, *args):
+        update(optimizer, *args)
+        name = threading.current_thread().name
+        seen.setdefault(name, []).append([m.detach().clone() for m in optimizer.masters.values()])
+    monkeypatch.setattr(trainer.Optimizer, "update", recorded)
     train_ok(tmp_path / "o", **EVALUATED, **threads(2, 3))
-    assert sorted(seen) == [0, 1, 2] and all(len(steps) == 6 for steps in seen.values())
-    for other in (1, 2):
-        assert all(torch.equal(a, b) for s, t in zip(seen[0], seen[other]) for a, b in zip(s, t))
+    names = [f"drafter-{d}" for d in range(3)]
+    assert sorted(seen) == names and all(len(steps) == 6 for steps in seen.values())
+    for other in names[1:]:
+        assert all(torch.equal(a, b) for s, t in zip(seen[names[0]], seen[other]) for a, b in zip(s, t))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_random_delays_in_every_thread_change_nothing(tmp_path, monkeypatch, seed):
     base = train_ok(tmp_path / "base", **EVALUATED, **threads(3, 2), QUEUE_DEPTH=1)
-    for name in ("micro_step", "target_features", "evaluate_row", "make_slots"):
+    for name in ("micro_step", "target_features", "evaluate_row", "send_batch"):
         delay_calls(monkeypatch, name, seed)
     delay_calls(monkeypatch, "write_checkpoint", seed, checkpoints)
-    delay_calls(monkeypatch, "average", seed, trainer.Run)
-    delay_calls(monkeypatch, "put", seed, trainer.Run, before=False)
-    delay_calls(monkeypatch, "update", seed, trainer.Replica)
+    delay_calls(monkeypatch, "sum_gradients", seed)
+    delay_calls(monkeypatch, "put", seed, trainer.Queues, before=False)
+    delay_calls(monkeypatch, "update", seed, trainer.Optimizer)
     out = train_ok(tmp_path / "o", **EVALUATED, **threads(3, 2), QUEUE_DEPTH=1 + seed)
     assert_same(out / "latest", base / "latest")
     assert untimed(out) == untimed(base)
 
 
 def _slow_after_put():
-    inner = trainer.Run.put
+    inner = trainer.Queues.put
 
-    def put(run, t, *args):
-        inner(run, t, *args)
-        time.sleep(0.4 * (t == 1))
-    trainer.Run.put = put
+    def put(queues, job, *args):
+        inner(queues, job, *args)
+        time.sleep(0.4 * (job.target == 1))
+    trainer.Queues.put = put
 
 
 def test_a_target_that_is_late_for_an_evaluation_keeps_the_order(tmp_path):
@@ -190,7 +193,7 @@ def test_log_fields_and_eval_fields(one_and_one):
 
 def test_run_json_holds_versions_and_constants(one_and_one):
     facts = json.loads((one_and_one / "run.json").read_text())
-    assert facts["torch"] == torch.__version__ and facts["constants"].keys() == trainer.constants().keys()
+    assert facts["torch"] == torch.__version__ and facts["constants"].keys() == settings.declared(trainer).keys()
     assert facts["constants"]["ROWS_PER_STEP"] == 3
 
 
@@ -205,17 +208,18 @@ def test_first_loss_of_a_random_target_is_ln_v(one_and_one):
     assert losses(one_and_one)[0] == pytest.approx(math.log(common.VOCAB), abs=0.05)
 
 
-def test_the_split_that_balances(monkeypatch):
+def test_the_split_that_balances():
     """A step of 12 rows keeps 5 targets busy for 1 s and 3 drafters for 0.84 s: 5 x 1 / 12 and 3 x 0.84 / 12 s a row."""
     said = []
-    run = types.SimpleNamespace(log=said.append)
-    monkeypatch.setattr(trainer, "ROWS_PER_STEP", 12)
+    times = run_log.WindowTimes(wall=1.0, evaluation=0, drafters_waited=0.16, first_drafter_waited=0.16,
+                                targets_waited=0, reduce=0)
     for targets, drafters in ((range(5), range(5, 8)), ((0,), (0,)), ((0, 0), (1,))):
-        for name, numbers in (("TARGET_DEVICES", targets), ("DRAFTER_DEVICES", drafters)):
-            monkeypatch.setattr(trainer, name, [f"cuda:{i}" for i in numbers])
-        trainer.Run.say_split(run, 1.0, 0.84)
-    assert said == ["a row takes a target 417 ms and a drafter 210 ms: of 8 devices 5 for targets and 3 for "
-                    "drafters balance best, now 5 and 3"]  # and nothing where a GPU does both
+        given = types.SimpleNamespace(ROWS_PER_STEP=12, TARGET_DEVICES=[f"cuda:{i}" for i in targets],
+                                      DRAFTER_DEVICES=[f"cuda:{i}" for i in drafters])
+        log = types.SimpleNamespace(settings=given, write=said.append)
+        run_log.RunLog.advise_split(log, times, n_steps=1)
+    assert said == ["one row costs 417 ms on a target and 210 ms on a drafter: the balanced split of 8 devices is "
+                    "5 targets + 3 drafters (now 5 + 3)"]  # and nothing where a GPU does both
 
 
 def test_small_data_may_pass_many_times_within_one_log_window(tmp_path):
