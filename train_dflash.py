@@ -6,24 +6,26 @@
 
 The way of the data, in order, with the names of the functions:
 
-    JSONL files  --load_data-------------->  token ids and turns, memory-mapped; packed rows of SEQ_LEN tokens,
-                                             a pure function of (SEED, epoch, index)
-    target_worker   x len(TARGET_DEVICES)    target_features: frozen forward, hidden states of the tapped layers
-                 --send_batch------------->  queue[target][drafter], bounded; row i goes to drafter i mod D
-    drafter_worker  x len(DRAFTER_DEVICES)   micro_step: mask, forward, loss, backward of one row
-                 --sum_gradients---------->  gradients and the loss denominator, over drafters and machines
-                 --Optimizer.update------->  clip, AdamW on fp32 masters; a bad update is skipped on the device
-                 --evaluate / save_if_due->  tau on held-out text; checkpoints that are servable as they are
+    JSONL files  --load_data-------->  token ids and turns, memory-mapped; packed into rows of SEQ_LEN tokens,
+                                       a pure function of (SEED, epoch, index)
+    target_worker, one per target      target_features: frozen forward, hidden states of the tapped layers
+                 --send_batch------->  queue[target][drafter], bounded; row i goes to drafter i mod D
+    drafter_worker, one per drafter    micro_step: mask, forward, loss, backward of one row
+                 --sum_gradients---->  gradients and the loss denominator, over drafters and machines
+                 --Optimizer.update->  clip, AdamW on fp32 masters; a bad update is skipped on the device
+                 --evaluate--------->  tau on held-out text
+                 --save_if_due------>  checkpoints that are servable as they are
 
-Words: an ANCHOR is a token of an answer. Its BLOCK is the anchor and K-1 mask tokens, the SLOTS, which the drafter
-fills in from the target's hidden states (of some of its layers: the TAPS) of the tokens before the anchor. A ROW is
-SEQ_LEN packed context tokens with NUM_ANCHORS anchors. A MICRO-STEP is forward and backward of one row on one
-drafter; a STEP is one optimiser step over ROWS_PER_STEP rows, whichever drafters had them. Under torchrun each of
-several machines does this with its own ROWS_PER_STEP rows, and gradients are summed over machines too.
+Words: an ANCHOR is a token of an answer. Its BLOCK is the anchor and K-1 mask tokens, the SLOTS, which the
+drafter fills in from the target's hidden states (of some of its layers: the TAPS) of the tokens before the
+anchor. A ROW is SEQ_LEN packed context tokens with NUM_ANCHORS anchors. A MICRO-STEP is forward and backward
+of one row on one drafter; a STEP is one optimiser step over ROWS_PER_STEP rows, whichever drafters had them.
+Under torchrun each of several machines does this with its own ROWS_PER_STEP rows, and gradients are summed
+over machines too.
 Shapes: S = SEQ_LEN, N = NUM_ANCHORS, K = BLOCK_SIZE, D hidden size, L tapped layers, R = ROWS_PER_STEP.
 
-Beside this file: model_drafter.py (drafter, batch, loss, acceptance), flex_utils.py (mask, attention, what keeps
-compilation safe under threads), dflash_trainer/ (the library: what prevents, reports or stores).
+Beside this file: model_drafter.py (drafter, batch, loss, acceptance), flex_utils.py (mask, attention, what
+keeps compilation safe under threads), dflash_trainer/ (the library: what prevents, reports or stores).
 """
 import json
 import math
@@ -31,7 +33,6 @@ import os
 import queue
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
@@ -121,7 +122,7 @@ FIRST_STEP_LOCK = threading.Lock()  # held by every worker thread around its who
 
 
 def read_conversations(name, spec, tokenizer, vocab_size, out=None, tick=lambda: None):
-    """The files of setting `name`, DATA or EVAL_DATA -> Conversations, from the token cache after the first time."""
+    """The files of DATA or EVAL_DATA (`name`) -> Conversations, from the token cache after the first time."""
     reader = Settings(tokenizer, SEQ_LEN, CHAT_TEMPLATE_KWARGS, vocab_size)
     return build_conversations(spec, reader, MAX_BAD_SHARE, name, out, tick)
 
@@ -142,8 +143,9 @@ def load_data(tokenizer, vocab_size, out, tick, n_machines) -> Data:
     train = RowStream(conversations, SEQ_LEN, NUM_ANCHORS, SEED)
     held_out = None
     if EVAL_EVERY:
-        held_out = EvalRows(read_conversations("EVAL_DATA", EVAL_DATA, tokenizer, vocab_size, out, tick), SEQ_LEN)
-        start.warn_of_overlap(settings.snapshot(THIS_MODULE), conversations, held_out.conversations)
+        held_out_conversations = read_conversations("EVAL_DATA", EVAL_DATA, tokenizer, vocab_size, out, tick)
+        held_out = EvalRows(held_out_conversations, SEQ_LEN)
+        start.warn_of_overlap(settings.snapshot(THIS_MODULE), conversations, held_out_conversations)
     if STEPS:
         return Data(train, held_out, STEPS)
     n_rows = train.total(EPOCHS)  # packs them all
@@ -157,7 +159,7 @@ def load_data(tokenizer, vocab_size, out, tick, n_machines) -> Data:
 
 
 class Job(NamedTuple):
-    """One row on its way: the target that makes its features, the drafter that trains on it or evaluates it."""
+    """One row on its way: which target makes its features, which drafter trains on it or evaluates it."""
     kind: str     # "train" | "eval"
     index: int    # row number in the stream of training rows, or held-out row
     target: int
@@ -175,7 +177,7 @@ class Schedule:
     """The order of work, the same in every thread: a pure function of what the constructor is given."""
 
     def __init__(self, start_step, end_step, last_eval_step, n_held_out, rank=0, n_machines=1):
-        """last_eval_step: the evaluation that a resumed run need not repeat. n_held_out: held-out rows in all."""
+        """last_eval_step: the evaluation that a resumed run need not repeat; n_held_out: held-out rows."""
         self.start = start_step
         self.end = end_step
         self.last_eval_step = last_eval_step
@@ -212,7 +214,7 @@ class Schedule:
 
 
 class Queues:
-    """One bounded queue per (target, drafter): a batch is taken in the schedule's order, whoever is faster."""
+    """One bounded queue per (target, drafter): batches are taken in the schedule's order, whoever is fast."""
 
     def __init__(self, workers):
         self.workers = workers
@@ -335,13 +337,13 @@ def host_tensors(row, anchors, block_size):
 
 
 def send_batch(job, row, anchors, target_hidden, hand_off, device) -> md.Batch:
-    """Start the copy of a row to its drafter's device. No host waits for it: the batch says what to wait for."""
+    """Start the copy of a row to its drafter's device. No host waits for it; that device does."""
     moved, rest, ready = hand_off.send(target_hidden, host_tensors(row, anchors, BLOCK_SIZE), device)
     return md.Batch(moved, *rest, kind=job.kind, index=job.index, row=row, ready=ready)
 
 
 def target_worker(run, t):
-    """Target thread t: run jobs t, t+T, t+2T, ... in order and queue each batch for the drafter that trains on it."""
+    """Target thread t: run jobs t, t+T, t+2T, ... in order and queue each batch for its drafter."""
     device = torch.device(TARGET_DEVICES[t])
     enter_thread(device)
     forward = TappedForward(run.decoders[t], run.config.target_layer_ids, run.log.write)
@@ -426,15 +428,15 @@ def micro_step(run, replica, optimizer, batch):
 
 
 def wait_for_first_steps(run, replica):
-    """After a drafter's first micro-step. Drafters only: a target here would leave the others' queues empty."""
+    """After the first micro-step. Drafters only: a target here would leave the others' queues empty."""
     if replica.started:
         return
     run.workers.start_barrier.wait()
     replica.started = True
     if replica.index == 0:
         seconds = run.log.clock.elapsed()
-        run.log.write(f"first rows of all {len(run.replicas)} drafters after {seconds:.1f} s: targets, compilation and "
-                      "the first evaluation included")
+        run.log.write(f"first rows of all {len(run.replicas)} drafters after {seconds:.1f} s: targets, "
+                      "compilation and the first evaluation included")
 
 
 def train_step(run, replica, optimizer, plan):
@@ -485,15 +487,15 @@ def adamw(masters, weights, grads, first, second, lr, count, scale, skip):
 
 
 def loss_denominator(row_stats):
-    """(rows, columns of RowStats) of a step -> what its sum of w*ce is divided by: the weights' sum; for D-PACE,
-    whose weights are numbers of tokens, the valid blocks. The log's losses are divided by the weights' sum
-    either way."""
+    """(rows, columns of RowStats) of a step -> what its sum of w*ce is divided by: the weights' sum; for
+    D-PACE, whose weights are numbers of tokens, the valid blocks. The log's losses are divided by the
+    weights' sum either way."""
     column = "anchors" if LOSS == "dpace" else "weight"
     return row_stats[:, RowStats._fields.index(column)].sum()
 
 
 class Optimizer:
-    """AdamW on fp32 masters of one replica's weights, and statistics of the latest steps, all on its device."""
+    """AdamW on fp32 masters of one replica's weights, and statistics of the latest steps, on its device."""
 
     def __init__(self, replica, masters, n_rows):
         """masters: fp32 weights by published name. n_rows: rows of a step, over all machines."""
@@ -569,8 +571,8 @@ class Optimizer:
 
 
 def sum_gradients(run):
-    """At the barrier, by the first drafter: gradients and row statistics summed over drafters and machines, and
-    the decision to end, one for all."""
+    """At the barrier, by the first drafter: gradients and row statistics summed over drafters and machines,
+    and the decision to end, one for all."""
     lists = []
     for replica, optimizer in zip(run.replicas, run.optimizers, strict=True):
         for param in replica.params.values():
@@ -696,8 +698,8 @@ def merge_evaluation(run, step):
 
 
 def drafter_worker(run, d):
-    """Drafter thread d: evaluate, save and train as each step's plan says. Decisions for all threads are made at a
-    barrier."""
+    """Drafter thread d: evaluate, save and train as each step's plan says. Decisions for all threads are made
+    at a barrier."""
     replica = run.replicas[d]
     optimizer = run.optimizers[d]
     leads = d == 0
@@ -794,8 +796,8 @@ def build(workers, machines, out) -> Run:
     target_config = target.load_config(TARGET)
     tokenizer = target.load_tokenizer(TARGET)
     config = target.drafter_config(
-        TARGET, target_config, tokenizer, BLOCK_SIZE, DRAFT_LAYERS, LAYER_TYPES, SLIDING_WINDOW, TARGET_LAYER_IDS,
-        MASK_TOKEN_ID, INIT_STD)
+        TARGET, target_config, tokenizer, BLOCK_SIZE, DRAFT_LAYERS, LAYER_TYPES, SLIDING_WINDOW,
+        TARGET_LAYER_IDS, MASK_TOKEN_ID, INIT_STD)
     start.preflight(frozen, config, out, machines.rank)
 
     vocab_size = target_config.get_text_config().vocab_size
@@ -808,7 +810,8 @@ def build(workers, machines, out) -> Run:
         begin, state = machines.broadcast_from_rank0(
             lambda: start.find_start(frozen, config, data, out, machines.size, files))
     n_held_out = len(data.held_out.rows) if data.held_out else 0
-    schedule = Schedule(begin.step, end_step, begin.progress.last_eval_step, n_held_out, machines.rank, machines.size)
+    schedule = Schedule(begin.step, end_step, begin.progress.last_eval_step, n_held_out, machines.rank,
+                        machines.size)
 
     links = start.check_devices([torch.device(name) for name in TARGET_DEVICES],
                                 [torch.device(name) for name in DRAFTER_DEVICES])
@@ -869,8 +872,8 @@ def train(clear=False):
 
 def describe(run):
     n_trainable = sum(master.numel() for master in run.optimizers[0].masters.values())
-    start.describe_run(settings.snapshot(THIS_MODULE), run.config, run.data, run.schedule, run.machines, n_trainable,
-                       run.saver.out, run.log.files)
+    start.describe_run(settings.snapshot(THIS_MODULE), run.config, run.data, run.schedule, run.machines,
+                       n_trainable, run.saver.out, run.log.files)
 
 
 def run_threads(run):
@@ -922,7 +925,7 @@ def finish(run):
 
 def demo():
     """The job with the constants of DEMO; its own folder is cleared first. -> exit code."""
-    return train(clear=OUT == DEMO["OUT"])
+    return train(clear=DEMO["OUT"] == OUT)
 
 
 def open_checkpoint():
@@ -935,7 +938,8 @@ def open_checkpoint():
     model = load_target(TARGET_DEVICES[0])
     here = (model.config.get_text_config().hidden_size, len(model.get_decoder().layers))
     there = (config.hidden_size, config.num_target_layers)
-    require(here == there, f"CKPT = {CKPT} is for hidden size and layers {there}, TARGET = {TARGET} has {here}")
+    require(here == there,
+            f"CKPT = {CKPT} is for hidden size and layers {there}, TARGET = {TARGET} has {here}")
     replica = Replica(0, config, model.device, model.get_input_embeddings(), target.head_of(model), weights,
                       compile=False)
     replica.drafter.eval()
@@ -978,7 +982,8 @@ def generate():
         equal = torch.equal(plain, answer) or decoding.explain_mismatch(model, ids, plain, answer)
     print(f"prompt: {PROMPT}")
     print(f"plain greedy ({plain_rate:.1f} tokens/s): {tokenizer.decode(plain)}")
-    print(f"speculative ({rate:.1f} tokens/s, {tokens_per_pass:.2f} tokens a pass): {tokenizer.decode(answer)}")
+    print(f"speculative ({rate:.1f} tokens/s, {tokens_per_pass:.2f} tokens a pass): "
+          f"{tokenizer.decode(answer)}")
     print(f"equal: {equal}")
     return 0
 

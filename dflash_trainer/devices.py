@@ -22,7 +22,7 @@ def to_device(tensor, device):
 
 
 def transfer(tensor, device, bad_pairs=frozenset()):
-    """`tensor` on `device`; through pinned host memory where the pair's direct copies are known to be wrong."""
+    """`tensor` on `device`; through pinned host memory where direct copies of the pair are corrupted."""
     if tensor.device != device and (tensor.device, device) in bad_pairs:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         return host.copy_(tensor).to(device, non_blocking=True)
@@ -87,7 +87,8 @@ class HandOff:
                 return moved, rest, to_stream.record_event()
         from_stream = self.stream(self.source)
         computed = torch.cuda.current_stream(self.source).record_event()
-        with torch.cuda.stream(from_stream), torch.cuda.stream(to_stream):  # a copy uses both devices' current streams
+        # a copy uses the current streams of both devices
+        with torch.cuda.stream(from_stream), torch.cuda.stream(to_stream):
             from_stream.wait_event(computed)
             to_stream.wait_event(computed)
             moved = transfer(target_hidden, device, self.bad_pairs)
@@ -127,7 +128,7 @@ class Stopwatch:
         return event
 
     def take(self):
-        """Seconds of the spans that ended since the last call; one that the device is still in comes later."""
+        """Seconds of the spans that ended since the last call; a span the device is still in comes later."""
         seconds, cuda = 0.0, self.device.type == "cuda"
         while self.spans and (not cuda or self.spans[0][1].query()):
             began, ended = self.spans.popleft()

@@ -7,8 +7,6 @@ import sys
 from contextlib import contextmanager
 
 
-
-
 class UserError(Exception):
     """A setting or file that can't work: printed as one line, no traceback."""
 

@@ -24,7 +24,7 @@ from dflash_trainer.errors import require
 
 
 class RowStats(NamedTuple):
-    """One row's micro-step: columns of a tensor that is summed over drafters and machines with the gradients."""
+    """One row's micro-step: columns of a tensor, summed over drafters and machines with the gradients."""
     loss: float      # sum of w * ce
     weight: float    # sum of w
     matches: float   # accepted slots, summed over the valid anchors
@@ -120,7 +120,8 @@ class LogFiles:
 class RunLog:
     """Statistics of steps, read from the first drafter's device at log and save steps: one sync a window."""
 
-    def __init__(self, settings, files: LogFiles, progress: Progress, schedule, tokens_of_steps, n_bad_lines: int):
+    def __init__(self, settings, files: LogFiles, progress: Progress, schedule, tokens_of_steps,
+                 n_bad_lines: int):
         """tokens_of_steps(first, last): tokens in the rows of these steps, over all machines."""
         self.settings = settings
         self.files = files
@@ -171,7 +172,8 @@ class RunLog:
 
     # ---- the log line
 
-    def log_if_due(self, optimizer, step: int, learning_rate: float, queues, reduce_watch, ending: bool) -> None:
+    def log_if_due(self, optimizer, step: int, learning_rate: float, queues, reduce_watch,
+                   ending: bool) -> None:
         """After `step` updates: move the bar, and write the line of the window that ends here."""
         if self.files.bar:
             self.files.bar.update(1)
@@ -219,9 +221,10 @@ class RunLog:
         row_on_drafter = 1e3 * busy_drafter * len(drafters) / self.settings.ROWS_PER_STEP
         n = len(devices)
         best = min(range(1, n), key=lambda t: max(row_on_target / t, row_on_drafter / (n - t)))
-        self.write(f"one row costs {row_on_target:.0f} ms on a target and {row_on_drafter:.0f} ms on a drafter: the "
-                   f"balanced split of {n} devices is {best} targets + {n - best} drafters (now {len(targets)} + "
-                   f"{len(drafters)})")
+        self.write(
+            f"one row costs {row_on_target:.0f} ms on a target and {row_on_drafter:.0f} ms on a drafter: the "
+            f"balanced split of {n} devices is {best} targets + {n - best} drafters "
+            f"(now {len(targets)} + {len(drafters)})")
 
     # ---- evaluation
 
@@ -243,9 +246,10 @@ class RunLog:
         if finite and lowest is not None and not progress.eval_loss_rose:
             if loss > 1.001 * lowest["eval_loss"]:  # by more than rounding
                 progress.eval_loss_rose = True
-                self.write(f"held-out loss is rising (best {lowest['eval_loss']:.4f} at step {lowest['step']}, now "
-                           f"{loss:.4f}): the drafter overfits; {Path(self.settings.OUT) / 'best'} keeps the best "
-                           "checkpoint by tau")
+                self.write(
+                    f"held-out loss is rising (best {lowest['eval_loss']:.4f} at step {lowest['step']}, "
+                    f"now {loss:.4f}): the drafter overfits; {Path(self.settings.OUT) / 'best'} keeps the "
+                    "best checkpoint by tau")
         if finite and (lowest is None or loss < lowest["eval_loss"]):
             progress.best_eval_loss = {"step": step, "eval_loss": loss}
         return is_new_best

@@ -7,7 +7,8 @@
     find_start        the step, the weights and the training state to begin with
     describe_run      head of the log, OUT/run.json
 
-`settings` is the trainer's frozen snapshot. A setting that can't work is a UserError that names it and both values.
+`settings` is the trainer's frozen snapshot. A setting that can't work is a UserError that names it and both
+values.
 """
 import itertools
 import json
@@ -38,21 +39,24 @@ from model_drafter import Drafter, DrafterConfig
 # what a resumed run must share with the one that wrote the checkpoint; the rest may change and is printed
 MUST_MATCH_CHECKPOINT = ("SEED", "SEQ_LEN", "NUM_ANCHORS", "ROWS_PER_STEP", "LOSS", "CHAT_TEMPLATE_KWARGS")
 # what machines must share as well, since every one decides by itself what happens after a step
-MUST_MATCH_ACROSS_MACHINES = ("LR", "WARMUP", "CLIP", "GAMMA", "LOG_EVERY", "EVAL_EVERY", "SAVE_EVERY", "K_BAD")
-USE_OR_RESTART = "use the checkpoint's value, or start a new run (another OUT; INIT_FROM=... keeps the weights)"
+MUST_MATCH_ACROSS_MACHINES = (
+    "LR", "WARMUP", "CLIP", "GAMMA", "LOG_EVERY", "EVAL_EVERY", "SAVE_EVERY", "K_BAD")
+USE_OR_RESTART = ("use the checkpoint's value, or start a new run (another OUT; INIT_FROM=... keeps the "
+                  "weights)")
 
 
 def check_settings(trainer: ModuleType) -> None:
     check_types(trainer)  # they may have been edited
     require_positive(
-        trainer, "SEQ_LEN", "NUM_ANCHORS", "DRAFT_LAYERS", "SLIDING_WINDOW", "INIT_STD", "EPOCHS", "STEPS", "STOP_AT",
-        "ROWS_PER_STEP", "LR", "CLIP", "GAMMA", "LOSS_CHUNK", "QUEUE_DEPTH", "LOG_EVERY", "SAVE_EVERY", "KEEP",
-        "STALL_S", "K_BAD", "MAX_NEW_TOKENS")
+        trainer, "SEQ_LEN", "NUM_ANCHORS", "DRAFT_LAYERS", "SLIDING_WINDOW", "INIT_STD", "EPOCHS", "STEPS",
+        "STOP_AT", "ROWS_PER_STEP", "LR", "CLIP", "GAMMA", "LOSS_CHUNK", "QUEUE_DEPTH", "LOG_EVERY",
+        "SAVE_EVERY", "KEEP", "STALL_S", "K_BAD", "MAX_NEW_TOKENS")
 
     def check(name: str, ok: bool, wanted: str) -> None:
         require(ok, f"{name} = {getattr(trainer, name)!r}: {wanted}")
 
-    check("BLOCK_SIZE", trainer.BLOCK_SIZE >= 2, "must be 2 or more, the anchor and at least one drafted token")
+    check("BLOCK_SIZE", trainer.BLOCK_SIZE >= 2,
+          "must be 2 or more, the anchor and at least one drafted token")
     check("OUT", bool(trainer.OUT), "name a directory")
     check("EVAL_EVERY", trainer.EVAL_EVERY >= 0, "0 (never) or above")
     check("SEED", 0 <= trainer.SEED < 2**63, "0 or above, below 2**63")
@@ -66,7 +70,7 @@ def check_settings(trainer: ModuleType) -> None:
         for kind in trainer.LAYER_TYPES:
             require_one_of("an entry of LAYER_TYPES", kind, ("full_attention", "sliding_attention"))
     n_drafters = len(trainer.DRAFTER_DEVICES)
-    check("ROWS_PER_STEP", trainer.ROWS_PER_STEP >= n_drafters,
+    check("ROWS_PER_STEP", n_drafters <= trainer.ROWS_PER_STEP,
           f"too few for {n_drafters} drafters, DRAFTER_DEVICES = {trainer.DRAFTER_DEVICES}")
     require_one_of("LOSS", trainer.LOSS, ("decay", "dpace"))
     require_one_of("LOSS_FORM", trainer.LOSS_FORM, ("fused", "checkpoint"))
@@ -98,8 +102,8 @@ def check_devices(targets: list, drafters: list) -> Links:
     to_drafters = itertools.product(targets + drafters, drafters)
     bad_pairs = check_pairs(itertools.chain(to_targets, to_drafters))
     for source, destination in sorted(bad_pairs, key=str):
-        print(f"GPU peer copies {source} -> {destination} are corrupted on this machine: copying through host memory "
-              "instead")
+        print(f"GPU peer copies {source} -> {destination} are corrupted on this machine: copying through "
+              "host memory instead")
         os.environ["NCCL_P2P_DISABLE"] = "1"
     distinct = 1 < len(drafters) == len(set(drafters))
     return Links(bad_pairs, distinct and all(device.type == "cuda" for device in drafters))
@@ -161,14 +165,15 @@ def require_room(keep: int, config: DrafterConfig, out: Path) -> None:
             f"and one being written need {wanted_gib:.2f}")
     memory_gib = checkpoints.free_memory()
     if memory_gib < copied_gib:
-        print(f"WARNING: {memory_gib:.1f} GiB of host memory is free, a save copies {copied_gib:.1f} GiB there")
+        print(f"WARNING: {memory_gib:.1f} GiB of host memory is free, a save copies {copied_gib:.1f} GiB "
+              "there")
 
 
 def warn_of_overlap(settings, train, held_out) -> None:
     n_shared, n_held_out = overlap(train, held_out)
     if n_shared:
-        print(f"WARNING: {n_shared} of {n_held_out} different conversations of EVAL_DATA = {settings.EVAL_DATA} are "
-              f"in DATA = {settings.DATA} too: tau will be too optimistic")
+        print(f"WARNING: {n_shared} of {n_held_out} different conversations of EVAL_DATA = "
+              f"{settings.EVAL_DATA} are in DATA = {settings.DATA} too: tau will be too optimistic")
 
 
 def check_machines(settings, machines, config: DrafterConfig, data, end_step: int) -> None:
@@ -220,8 +225,8 @@ def check_resume(path: Path, info: dict, settings, config: DrafterConfig, data, 
             f"the schedule's horizon is {data.horizon} steps, but {path} has {info['horizon']}: "
             f"set STEPS={info['horizon']} (STOP_AT ends early without changing it)")
     require(info["data"] == fingerprint,
-            f"DATA = {settings.DATA} holds other conversations than {path} was trained on, DATA = {theirs['DATA']} "
-            f"(fingerprints {fingerprint} and {info['data']}): {USE_OR_RESTART}")
+            f"DATA = {settings.DATA} holds other conversations than {path} was trained on, "
+            f"DATA = {theirs['DATA']} (fingerprints {fingerprint} and {info['data']}): {USE_OR_RESTART}")
     changed = checkpoints.differences(config, checkpoints.read_config(path))
     require(not changed, f"{path} is another drafter: {'; '.join(changed)}")
     for name in sorted(set(theirs) & set(ours) - {"RESUME", "CKPT", "PROMPT"}):
@@ -247,8 +252,8 @@ def find_start(settings, config: DrafterConfig, data, out: Path, n_machines: int
         if progress.best and progress.best["step"] == info["step"]:  # a kill can come before its link
             checkpoints.point_best(out, info["step"])
         if eval_data and progress.eval_data not in (None, eval_data):
-            log.write(f"resume: EVAL_DATA = {settings.EVAL_DATA} has changed: the best checkpoint will be chosen "
-                      "again")
+            log.write(f"resume: EVAL_DATA = {settings.EVAL_DATA} has changed: the best checkpoint will be "
+                      "chosen again")
             progress.best = None
             progress.best_eval_loss = None
             progress.eval_loss_rose = False
@@ -257,8 +262,8 @@ def find_start(settings, config: DrafterConfig, data, out: Path, n_machines: int
         return Start(info["step"], progress), state
 
     if (out / "metrics.jsonl").exists():
-        log.write(f"OUT = {settings.OUT}: no checkpoint to resume (RESUME = {settings.RESUME}), this run starts at "
-                  "step 0")
+        log.write(f"OUT = {settings.OUT}: no checkpoint to resume (RESUME = {settings.RESUME}), this run "
+                  "starts at step 0")
     checkpoints.truncate_lines(out, -1)  # of a run that was killed before its first save
     if settings.INIT_FROM:
         theirs, weights = load_drafter("INIT_FROM", settings.INIT_FROM)
@@ -302,15 +307,17 @@ def describe_run(settings, config: DrafterConfig, data, schedule, machines, n_tr
     lengths = conversations.lengths
     most = config.max_position_embeddings
     if lengths.max() > most:
-        log.write(f"WARNING: DATA has conversations of {lengths.max()} tokens, max_position_embeddings of TARGET is "
-                  f"{most}: the target was not trained beyond that length; SEQ_LEN = {settings.SEQ_LEN} truncates them")
+        log.write(f"WARNING: DATA has conversations of {lengths.max()} tokens, max_position_embeddings of "
+                  f"TARGET is {most}: the target was not trained beyond that length; SEQ_LEN = "
+                  f"{settings.SEQ_LEN} truncates them")
     n_cut = (lengths >= settings.SEQ_LEN).sum()
     n_drafters = len(settings.DRAFTER_DEVICES)
     anchors_per_row = min(settings.NUM_ANCHORS, stats["supervised"] / n_rows)
     log.write(
-        f"{stats['rows']} conversations, {n_cut} of them cut at SEQ_LEN or just as long, {stats['tokens']} tokens, "
-        f"supervised {stats['supervised'] / stats['tokens']:.3f}; {n_rows} rows of {settings.SEQ_LEN} an epoch, "
-        f"about {anchors_per_row:.0f} anchors a row; steps {schedule.start} to {schedule.end} of {data.horizon}; "
+        f"{stats['rows']} conversations, {n_cut} of them cut at SEQ_LEN or just as long, "
+        f"{stats['tokens']} tokens, supervised {stats['supervised'] / stats['tokens']:.3f}; "
+        f"{n_rows} rows of {settings.SEQ_LEN} an epoch, about {anchors_per_row:.0f} anchors a row; "
+        f"steps {schedule.start} to {schedule.end} of {data.horizon}; "
         f"ROWS_PER_STEP = {settings.ROWS_PER_STEP} over {n_drafters} drafters "
         f"({settings.ROWS_PER_STEP / n_drafters:.3g} each) on each of {machines.size} machines; "
         f"targets on {settings.TARGET_DEVICES}, drafters on {settings.DRAFTER_DEVICES}")

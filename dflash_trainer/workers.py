@@ -40,7 +40,7 @@ class Workers:
         self.last_move = time.monotonic()
         self.n_slow = 0                   # loads and saves under way
         self.signal = None                # number of the first signal that came, here or on another machine
-        self.ending = False               # decided at the barrier, for all threads: save and end after this step
+        self.ending = False               # decided at the barrier, for all threads: end after this step
 
     # ---- signs of life
 
@@ -50,7 +50,7 @@ class Workers:
 
     @contextmanager
     def slow(self) -> Iterator[None]:
-        """Use around long loads and saves, which report no progress: the watchdog waits SLOW times as long."""
+        """Use around long loads and saves, which report no progress: the watchdog waits SLOW x as long."""
         with self.lock:
             self.n_slow += 1
         try:
@@ -146,7 +146,8 @@ class Workers:
             os._exit(128 + number)
         self.signal = self.signal or number
         with suppress(OSError):  # the terminal may be gone
-            print(f"\nsignal {number}: finishing the step and saving, then ending (again: at once)", flush=True)
+            print(f"\nsignal {number}: finishing the step and saving, then ending (again: at once)",
+                  flush=True)
 
     def end_if_signalled(self, machines) -> None:
         """At the barrier: a signal on any machine ends all of them after this step."""
