@@ -271,7 +271,7 @@ def before_data(monkeypatch):
     for name in ("build_conversations", "load_target"):
         monkeypatch.setattr(trainer, name, too_late)
     monkeypatch.setattr(checkpoints, "find_checkpoint", too_late)
-    monkeypatch.setattr(trainer, "device_names", lambda: ["cpu", "cuda:0"])
+    monkeypatch.setattr(trainer.start, "device_names", lambda: ["cpu", "cuda:0"])
 
 
 def test_no_c_compiler(tmp_path, monkeypatch, capfd, before_data):
@@ -300,7 +300,7 @@ def test_a_reader_that_leaves_early(tmp_path, unbuffered):
 
 def test_help_is_the_head_of_the_script(capsys):
     assert trainer.main(["train", "--help"]) == 0
-    assert "The data path, in order" in capsys.readouterr().out
+    assert "The way of the data, in order" in capsys.readouterr().out
 
 
 def test_training_outlives_its_reader(tmp_path):
@@ -402,8 +402,8 @@ def test_resume_of_a_finished_run_in_another_out_is_refused(tmp_path, capfd, und
 
 @pytest.mark.parametrize("name, value, wanted", [
     ("SEQ_LEN", "4096", "int"), ("LR", (6e-4,), "float"), ("TARGET_LAYER_IDS", [1.5, 3], "list[int] | None"),
-    ("TARGET_DEVICES", "cpu", "list[str]"), ("RESUME", True, "str"), ("CHAT_TEMPLATE_KWARGS", None, "dict"),
-    ("COMPILE", 1, "bool"), ("EPOCHS", True, "int"), ("OUT", "", "name a directory")])
+    ("TARGET_DEVICES", "cpu", "list[str]"), ("RESUME", True, "str"), ("CHAT_TEMPLATE_KWARGS", None, "a dict such as {'name': False}"),
+    ("COMPILE", 1, "True or False"), ("EPOCHS", True, "int"), ("OUT", "", "name a directory")])
 def test_edited_constants_are_checked(monkeypatch, name, value, wanted):
     monkeypatch.setattr(trainer, name, value)
     with pytest.raises(errors.UserError, match=rf"^{name} = ") as error:
@@ -793,7 +793,7 @@ def test_other_held_out_text_has_a_best_of_its_own(tmp_path, monkeypatch, capfd)
     train_ok(tmp_path / "o", **settings, STOP_AT=2)
     assert os.readlink(tmp_path / "o" / "best") == "step_00000002"
     out = train_ok(tmp_path / "o", **settings, EVAL_DATA=data_file("other", n=6, seed=9))
-    assert "holds other conversations" in capfd.readouterr().out
+    assert "has changed: the best checkpoint will be chosen again" in capfd.readouterr().out
     assert [m["tau"] for m in eval_lines(out)] == [1.0, 3.0, 2.5, 1.5]  # step 2 twice
     assert os.readlink(out / "best") == "step_00000002"
 
@@ -832,7 +832,7 @@ def test_a_held_out_loss_that_is_no_number_is_written_as_none(tmp_path, monkeypa
     monkeypatch.setattr(trainer.EvalSums, "metrics", lambda sums: {**inner(sums), "eval_loss": left.pop(0)})
     out = train_ok(tmp_path / "o", STEPS=6, EVAL_EVERY=2)
     assert [m["eval_loss"] for m in eval_lines(out)] == [3.0, None, 2.0, 2.5]
-    assert "held-out loss turned: 2.0000 at step 4, now 2.5" in (out / "train.log").read_text()
+    assert "held-out loss is rising (best 2.0000 at step 4, now 2.5" in (out / "train.log").read_text()
 
 
 def test_another_run_is_not_resumed_into_a_run(tmp_path, capfd):
@@ -954,7 +954,7 @@ def test_half_a_line_of_metrics_does_not_stop_a_resume(tmp_path, undisturbed, ta
 def _die_beside(name, stuck):
     """Target 0 dies at row 8 while the thread `stuck` spends a minute in `name`, as in a long compile."""
     def hung(*args, inner=getattr(trainer, name)):
-        row = args[2 if name == "micro_step" else 1]
+        row = args[3 if name == "micro_step" else 1]
         if threading.current_thread().name == stuck and row.index >= 2:  # past its first step
             time.sleep(60)
         return inner(*args)
@@ -995,6 +995,6 @@ def test_loading_and_saving_may_take_longer_than_stall_s(tmp_path):
 def test_tokenising_ticks_the_watchdog(tmp_path):
     """One tick for each 128 lines: a large file may take longer than STALL_S."""
     data, ticks = data_file("many", 1000), []
-    vocab = dict(vocab=VOCAB, tick=lambda: ticks.append(0))
+    vocab = dict(vocab_size=VOCAB, tick=lambda: ticks.append(0))
     trainer.read_conversations("DATA", data, None, **vocab)
     assert len(ticks) == 8

@@ -17,7 +17,7 @@ import flex_utils
 from flex_utils import Gate, attend_flex, block_mask, worker_compile_settings
 from dflash_trainer import devices
 from dflash_trainer.devices import check_pairs, transfer
-from train_dflash import sum_over_replicas
+import train_dflash
 from dflash_trainer.machines import SingleMachine
 
 PATIENCE = 15  # seconds after which a thread counts as hung
@@ -550,8 +550,8 @@ def test_gradients_of_drafters_without_nccl_go_by_transfer_both_ways(monkeypatch
     def copy(tensor, device, bad_pairs):
         crossed.append((tensor[0].item(), bad_pairs))
         return tensor.clone()
-    monkeypatch.setattr(devices, "transfer", copy)
-    sum_over_replicas(lists, False, SingleMachine(), bad)
+    monkeypatch.setattr(train_dflash, "transfer", copy)
+    train_dflash.sum_over_replicas(lists, False, SingleMachine(), bad)
     assert [tensors[0].tolist() for tensors in lists] == [[111.0] * 3] * 3
     assert crossed == [(10.0, bad), (100.0, bad), (111.0, bad), (111.0, bad)]
 

@@ -479,7 +479,7 @@ def test_held_out_conversations_that_are_trained_on_are_named(tmp_path, capfd, s
     held_out.write_text("\n".join(lines) + "\n")
     common.train_ok(tmp_path / "out", DATA=data, EVAL_DATA=held_out, STEPS=1, EVAL_EVERY=1)
     said = capfd.readouterr().out
-    assert ("WARNING: 3 of 11 different conversations of EVAL_DATA" in said) == same == ("tau will flatter" in said)
+    assert ("WARNING: 3 of 11 different conversations of EVAL_DATA" in said) == same == ("tau will be too optimistic" in said)
 
 
 def test_a_server_of_another_user_can_read_the_checkpoint(tmp_path):
