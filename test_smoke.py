@@ -51,14 +51,16 @@ TOKENS = np.arange(20, 32)
 MASK = 63
 
 
-def example_slots(anchors: list[int]) -> md.Slots:
+def example_batch(anchors: list[int]) -> md.Batch:
     length = rows.run_length(TURN, np.zeros(12, np.int32))
     position = np.arange(12)
     start = np.zeros(12, np.int64)
-    return md.slots_of(TOKENS, position, start, np.array(anchors), length, len(anchors), 4, 128)
+    blocks = md.block_arrays(start, length, anchors, len(anchors), 4, 128)
+    tensors = [torch.from_numpy(array) for array in (TOKENS, position, *blocks)]
+    return md.Batch(torch.zeros(1, 12, 16), *tensors)
 
 
-def what_the_drafter_gets(slots: md.Slots) -> tuple[list, list, torch.Tensor]:
+def what_the_drafter_gets(batch: md.Batch) -> tuple[list, list, torch.Tensor]:
     """row_loss with a drafter that notes its input -> (token ids per block, positions per block, mask)."""
     seen = {}
 
@@ -76,7 +78,7 @@ def what_the_drafter_gets(slots: md.Slots) -> tuple[list, list, torch.Tensor]:
 
     head = md.Head(torch.nn.Linear(8, 64))
     spec = md.LossSpec("decay", md.default_gamma(4), "checkpoint", 128)
-    md.row_loss(drafter, embed, head, torch.zeros(1, 12, 16), slots, flex_utils.dense_mask, spec)
+    md.row_loss(drafter, embed, head, batch, 0, flex_utils.dense_mask, spec)
     return seen["ids"], seen["positions"], seen["mask"]
 
 
@@ -84,9 +86,9 @@ def test_anchors_and_the_slots_that_count():
     """An anchor has a supervised token after it in its turn; a slot counts up to the end of the turn."""
     length = rows.run_length(TURN, np.zeros(12, np.int32))
     assert np.flatnonzero(length >= 1).tolist() == [3, 4, 8, 9, 10]
-    slots = example_slots([3, 4, 8, 9, 10])
-    assert slots.counted.tolist() == [2, 1, 3, 2, 1]
-    counts = (torch.arange(4) >= 1) & (torch.arange(4) <= slots.counted[:, None])
+    batch = example_batch([3, 4, 8, 9, 10])
+    assert batch.counted[0].tolist() == [2, 1, 3, 2, 1]
+    counts = (torch.arange(4) >= 1) & (torch.arange(4) <= batch.counted[0, :, None])
     weights = md.slot_weights(torch.zeros(5, 4), counts, "decay", md.default_gamma(4)).tolist()
     assert weights[1] == [0, 1, 0, 0]
     assert weights[3][0] == 0 and weights[3][1] == 1 and weights[3][3] == 0
@@ -96,7 +98,7 @@ def test_anchors_and_the_slots_that_count():
 def test_a_block_sees_the_tokens_before_its_anchor():
     """A block is the anchor and masks; it sees the context before the anchor, and itself."""
     anchors = [3, 4, 8, 9, 10]
-    ids, positions, mask = what_the_drafter_gets(example_slots(anchors))
+    ids, positions, mask = what_the_drafter_gets(example_batch(anchors))
     assert ids[1] == [24, MASK, MASK, MASK]
     assert positions[1] == [4, 5, 6, 7]
     for block, anchor in enumerate(anchors):
@@ -366,11 +368,14 @@ def gpu_case() -> SimpleNamespace:
         turn[first + 8:first + length] = 1
     run_length = rows.run_length(turn, conversation)
     ids = np.random.default_rng(0).integers(0, 500, s)
+    target_hidden = torch.randn(1, s, 512).bfloat16().cuda()
 
-    def slots(seed: int) -> md.Slots:
+    def batch(seed: int) -> md.Batch:
         valid = np.flatnonzero(run_length >= 1)
         anchors = np.sort(np.random.default_rng(seed).choice(valid, 40, replace=False))
-        return md.slots_of(ids, position, start, anchors, run_length, n, 16, 128).to("cuda")
+        blocks = md.block_arrays(start, run_length, anchors, n, 16, 128)
+        tensors = [torch.from_numpy(array).to("cuda") for array in (ids, position, *blocks)]
+        return md.Batch(target_hidden, *tensors)
 
     drafter = md.Drafter(config, None)
     drafter.init_weights(1)
@@ -378,10 +383,9 @@ def gpu_case() -> SimpleNamespace:
     for name, weight in drafter.state_dict().items():
         weights[name] = (weight * 2.5 if weight.dim() == 2 else weight).bfloat16()
     return SimpleNamespace(
-        config=config, weights=weights, slots=slots,
+        config=config, weights=weights, batch=batch,
         embed=torch.randn(512, 256).bfloat16().cuda(),
-        head=(torch.randn(512, 256) * 0.05).bfloat16().cuda(),
-        hidden=torch.randn(1, s, 512).bfloat16().cuda())
+        head=(torch.randn(512, 256) * 0.05).bfloat16().cuda())
 
 
 def gpu_drafter(dtype: torch.dtype, attend: Callable, owner: str | None = None) -> md.Drafter:
@@ -394,7 +398,7 @@ def gpu_drafter(dtype: torch.dtype, attend: Callable, owner: str | None = None) 
     return drafter
 
 
-def gpu_row(drafter: md.Drafter, make_mask: Callable, slots: md.Slots, owner: str | None = None):
+def gpu_row(drafter: md.Drafter, make_mask: Callable, batch: md.Batch, owner: str | None = None):
     """-> (hidden states of the slots that count, loss, gradients by name) of one row, fp32 on the host."""
     case = gpu_case()
     dtype = next(drafter.parameters()).dtype
@@ -410,10 +414,11 @@ def gpu_row(drafter: md.Drafter, make_mask: Callable, slots: md.Slots, owner: st
     drafter.zero_grad(set_to_none=True)
     ce_and_grad = flex_utils.compiled(md.ce_and_grad, owner) if owner else md.ce_and_grad
     spec = md.LossSpec("decay", 7.0, "fused", 128, ce_and_grad)
-    result = md.row_loss(drafter, embed, head, case.hidden.to(dtype), slots, make_mask, spec)
+    batch = batch._replace(target_hidden=batch.target_hidden.to(dtype))
+    result = md.row_loss(drafter, embed, head, batch, 0, make_mask, spec)
     result.loss.backward()
     handle.remove()
-    counted = torch.unique(slots.index[slots.index > 0])
+    counted = torch.unique(batch.slots[batch.slots > 0])
     gradients = {name: p.grad.float().cpu() for name, p in drafter.named_parameters()}
     return caught[0][counted].float().cpu(), result.loss.item(), gradients
 
@@ -428,10 +433,10 @@ def compiled_row(attend: Callable, gate: flex_utils.Gate, owner: str):
     case = gpu_case()
     drafter = gpu_drafter(torch.bfloat16, attend, owner)
     with gate.first_step(), gate.work("train", owner):
-        first = gpu_row(drafter, flex_utils.block_mask, case.slots(1), owner)
+        first = gpu_row(drafter, flex_utils.block_mask, case.batch(1), owner)
     with gate.work("train", owner) as alone:
         assert not alone
-        gpu_row(drafter, flex_utils.block_mask, case.slots(2), owner)
+        gpu_row(drafter, flex_utils.block_mask, case.batch(2), owner)
     return first
 
 
@@ -443,7 +448,7 @@ def gpu_rows() -> dict[str, tuple]:
     found = {}
     for name, dtype in (("truth", torch.float32), ("dense", torch.bfloat16)):
         drafter = gpu_drafter(dtype, flex_utils.attend_dense)
-        found[name] = gpu_row(drafter, flex_utils.dense_mask, gpu_case().slots(1))
+        found[name] = gpu_row(drafter, flex_utils.dense_mask, gpu_case().batch(1))
     allow_compiles = gate.forbid_compiles_outside()
     try:
         attend, make_mask = flex_utils.make_attention(torch.device("cuda", 0), True)

@@ -49,7 +49,7 @@ import model_drafter as md
 from dflash_trainer import checkpoints, decoding, settings, start, target
 from dflash_trainer.devices import HandOff, Stopwatch, receive, replica_of, to_device, transfer
 from dflash_trainer.errors import require, user_error_on
-from dflash_trainer.features import TappedForward, target_calls
+from dflash_trainer.features import TappedForward, choose_target_batches
 from dflash_trainer.rows import EvalRows, Row, RowStream, inspect_data
 from dflash_trainer.run_log import LogFiles, RowStats, RunLog, StepStats
 from dflash_trainer.token_cache import Settings, build_conversations
@@ -259,7 +259,7 @@ class Run(NamedTuple):
     log: RunLog
     saver: checkpoints.Saver
     links: start.Links           # between this machine's devices
-    target_calls: object         # features.Calls: the fixed (batch, length) shapes of a target
+    target_batches: object       # features.TargetBatches: the fixed (batch, length) shapes of a target
     decoders: list               # one frozen target per target thread, cut after its last tap
     replicas: list               # one Replica per drafter thread
     optimizers: list             # and its Optimizer
@@ -294,14 +294,14 @@ def load_target(device, tick=lambda: None):
     return target.load_model(TARGET, device, compute_dtype(device), SEED, tick)
 
 
-def calls_for(decoder, rows, *held_out):
+def choose_batches(decoder, rows, *held_out):
     """Choose the (batch, length) shapes for the target: cheapest for the training rows, long enough for the
     held-out ones."""
     longest = max(int(each.conversations.lengths.max()) for each in (rows, *held_out) if each)
-    return target_calls(rows.conversations.lengths, longest, SEQ_LEN, target.call_tokens(decoder))
+    return choose_target_batches(rows.conversations.lengths, longest, SEQ_LEN, target.call_tokens(decoder))
 
 
-def target_features(forward, row, calls, gate, device):
+def target_features(forward, row, batches, gate, device):
     """Hidden states of the tapped layers for one packed row -> (1, S, L*D) on `device`, zeros where padded.
 
     Conversations run as batch rows padded on the RIGHT to a few fixed shapes: left padding would enter the
@@ -309,7 +309,7 @@ def target_features(forward, row, calls, gate, device):
     """
     starts = np.concatenate([[0], np.cumsum(row.lengths)])
     target_hidden = None
-    for batch, length, members in calls.plan(row.lengths):
+    for batch, length, members in batches.split(row.lengths):
         in_row = np.concatenate([np.arange(starts[m], starts[m + 1]) for m in members])
         in_call = np.concatenate([i * length + np.arange(row.lengths[m]) for i, m in enumerate(members)])
         ids = np.zeros(batch * length, dtype=np.int64)
@@ -353,7 +353,7 @@ def target_worker(run, t):
         run.workers.check()
         row, anchors = run.data.row(job.kind, job.index)
         with torch.no_grad(), run.gate.first_step():  # FIRST_STEP_LOCK: this thread's whole first row
-            target_hidden = target_features(forward, row, run.target_calls, run.gate, device)
+            target_hidden = target_features(forward, row, run.target_batches, run.gate, device)
         batch = send_batch(job, row, anchors, target_hidden, hand_off, run.replicas[job.drafter].device)
         run.workers.tick()
         run.queues.put(job, batch)
@@ -746,7 +746,7 @@ def save_if_due(run, optimizer, plan, is_new_best):
 
 class Models(NamedTuple):
     config: md.DrafterConfig
-    target_calls: object
+    target_batches: object
     decoders: list
     replicas: list
     optimizers: list
@@ -771,7 +771,7 @@ def load_models(config, data, state, tokenizer, links, n_machines, workers) -> M
     for_drafters = {device: replica_of(both, device, links.bad_pairs) for device in set(drafter_devices)}
     decoder.layers = decoder.layers[:config.target_layer_ids[-1] + 1]  # the rest feeds nothing
     del model, head, both  # the head and the last layers leave the target's GPU here
-    calls = calls_for(decoder, data.train, data.held_out)
+    batches = choose_batches(decoder, data.train, data.held_out)
     decoders = [decoder]
     for device in target_devices[1:]:
         decoders.append(replica_of(decoder, device, links.bad_pairs))
@@ -786,7 +786,7 @@ def load_models(config, data, state, tokenizer, links, n_machines, workers) -> M
             optimizer.load_state(state)
         replicas.append(replica)
         optimizers.append(optimizer)
-    return Models(config, calls, decoders, replicas, optimizers)
+    return Models(config, batches, decoders, replicas, optimizers)
 
 
 def build(workers, machines, out) -> Run:
@@ -835,7 +835,7 @@ def build(workers, machines, out) -> Run:
         log=RunLog(frozen, files, begin.progress, schedule, tokens_of_steps, n_bad_lines),
         saver=checkpoints.Saver(workers, files, out, models.config, KEEP),
         links=links,
-        target_calls=models.target_calls,
+        target_batches=models.target_batches,
         decoders=models.decoders,
         replicas=models.replicas,
         optimizers=models.optimizers,
@@ -951,14 +951,14 @@ def evaluate_checkpoint():
     model, tokenizer, replica = open_checkpoint()
     config = replica.drafter.config
     rows = EvalRows(read_conversations("EVAL_DATA", EVAL_DATA, tokenizer, config.vocab_size), SEQ_LEN)
-    calls = calls_for(model.get_decoder(), rows)
+    batches = choose_batches(model.get_decoder(), rows)
     forward = TappedForward(model.get_decoder(), config.target_layer_ids)
     gate = flex_utils.Gate(FIRST_STEP_LOCK)
     sums = EvalSums(config.block_size)
     for i in tqdm(range(len(rows.rows)), unit="row", disable=not sys.stderr.isatty()):
         row, anchors = rows.row(i)
         with torch.no_grad():
-            target_hidden = target_features(forward, row, calls, gate, model.device)
+            target_hidden = target_features(forward, row, batches, gate, model.device)
         tensors = [tensor.to(replica.device) for tensor in host_tensors(row, anchors, config.block_size)]
         batch = md.Batch(target_hidden, *tensors, kind="eval", index=i, row=row)
         evaluate_row(replica, batch, sums, gate)

@@ -62,7 +62,7 @@ def measure():
         data = timed("second start", read)
         longest = int(data.lengths.max())
         rows = timed("pack one epoch", lambda: rows_module.pack(data.lengths, 0, 0, td.SEQ_LEN))
-        timed("target shapes", lambda: features.target_calls(data.lengths, longest, td.SEQ_LEN, CALL_TOKENS))
+        timed("target shapes", lambda: features.choose_target_batches(data.lengths, longest, td.SEQ_LEN, CALL_TOKENS))
     tokens = data.stats["tokens"]
     padding = 1 - tokens / (len(rows) * td.SEQ_LEN)
     print(f"mean {tokens / len(data):.1f} tokens per conversation; {padding:.4f} of "

@@ -148,7 +148,7 @@ class Meter:
 
 
 def make_item(c, device, seed, one):
-    """td.Item of a row of conversations, a prompt and an answer each; its `row` is the supervised mask."""
+    """Batch of a row of conversations, a prompt and an answer each; its `row` is the supervised mask."""
     rng, s = np.random.default_rng(seed), td.SEQ_LEN
     ends = np.cumsum([1.0] if one else rng.permutation(CONVERSATIONS)) * s
     start, run, supervised = np.zeros(s, np.int64), np.zeros(s, np.int64), np.zeros(s, bool)
@@ -157,11 +157,12 @@ def make_item(c, device, seed, one):
         start[a:b], run[answer:b], supervised[answer:b] = a, np.arange(b - answer - 1, -1, -1), True
     valid = np.flatnonzero(run >= 1)
     anchors = np.sort(rng.choice(valid, min(td.NUM_ANCHORS, len(valid)), replace=False))
-    slots = md.slots_of(rng.integers(0, c.vocab_size, s), np.arange(s) - start, start, anchors, run,
-                        td.NUM_ANCHORS, c.block_size, td.loss_chunk()).to(device)
+    blocks = md.block_arrays(start, run, anchors, td.NUM_ANCHORS, c.block_size, td.loss_chunk(c.block_size))
+    arrays = (rng.integers(0, c.vocab_size, s), np.arange(s) - start, *blocks)
+    tensors = [torch.from_numpy(array).to(device) for array in arrays]
     hidden = torch.randn(1, s, len(c.target_layer_ids) * c.hidden_size, dtype=td.compute_dtype(device),
                          device=device, generator=torch.Generator(device).manual_seed(seed))
-    return td.Item("train", 0, supervised, hidden, [slots], None)
+    return md.Batch(hidden, *tensors, row=supervised)
 
 
 class Rig:

@@ -35,7 +35,7 @@ sys.path.insert(0, os.path.dirname(_here))
 from flex_utils import (  # noqa: E402
     Gate, attend_flex, block_mask, compiled, make_attention, worker_compile_settings, worker_memory_settings)
 from model_drafter import (  # noqa: E402
-    Drafter, DrafterConfig, Head, LossSpec, ce_and_grad, row_loss, slots_of)
+    Drafter, DrafterConfig, Head, LossSpec, ce_and_grad, row_loss, Batch, block_arrays)
 
 meaning = {  # of each fix
     "none": "nothing",
@@ -193,22 +193,23 @@ class DrafterWorker(Worker):
         self.spec = LossSpec("decay", 4.0, LOSS_FORM, 16, loss)
 
     def row(self, length):
-        """Random target_hidden (1, S, L*D) and Slots: two conversations, every token supervised."""
+        """A random Batch: two conversations, every token supervised."""
         c, half, at = self.config, length // 2, torch.arange(length)
         ids = torch.randint(c.vocab_size, (length,), generator=self.generator)
         anchors = torch.randperm(length, generator=self.generator)[:NUM_ANCHORS].sort().values
         hidden = torch.randn(1, length, len(c.target_layer_ids) * c.hidden_size, generator=self.generator)
-        return hidden.to(self.device, self.dtype), slots_of(
-            ids, at % half, at // half * half, anchors, half - 1 - at % half, NUM_ANCHORS, c.block_size,
-            self.spec.chunk).to(self.device)
+        blocks = block_arrays(at // half * half, half - 1 - at % half, anchors, NUM_ANCHORS, c.block_size,
+                              self.spec.chunk)
+        tensors = [ids, at % half, *map(torch.from_numpy, blocks)]
+        return Batch(hidden.to(self.device, self.dtype), *(tensor.to(self.device) for tensor in tensors))
 
     def step(self, n):
         race, first = self.race, n == 0
         length = 2 * SEQ_LEN if self.index == 0 and 0 < n == race.new_length_at else SEQ_LEN
-        hidden, slots = self.row(length)
+        batch = self.row(length)
         with race.around_step("train", first, self.device, length):
             with race.lock if first and race.fix == "lockfwd1" else nullcontext():
-                row = row_loss(self.drafter, self.embed, self.head, hidden, slots, race.make_mask, self.spec)
+                row = row_loss(self.drafter, self.embed, self.head, batch, 0, race.make_mask, self.spec)
             row.loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

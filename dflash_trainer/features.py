@@ -238,7 +238,6 @@ class TargetBatches(NamedTuple):
             i += batch
         return batches
 
-    plan = split  # the name that the trainer still uses
 
 
 BATCH_SIZES = np.unique(np.geomspace(1, 512, 48).round().astype(int)).tolist()  # to choose from
@@ -307,8 +306,3 @@ def sample_rows(lengths: np.ndarray, seq_len: int) -> np.ndarray:
     for i, place in enumerate(np.linspace(0, len(rows) - 1, n_rows).astype(int)):
         table[i, :len(thinned[place])] = thinned[place]
     return table
-
-
-# names that the trainer still uses
-target_calls = choose_target_batches
-Calls = TargetBatches

@@ -15,7 +15,6 @@ import torch
 from dflash_trainer import workers  # noqa: E402
 import flex_utils
 from flex_utils import Gate, attend_flex, block_mask, worker_compile_settings
-from dflash_trainer import devices
 from dflash_trainer.devices import check_pairs, transfer
 import train_dflash
 from dflash_trainer.machines import SingleMachine
