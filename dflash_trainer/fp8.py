@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
+import safetensors
 import torch
 from torch import nn
 
@@ -27,6 +28,7 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
 MULTIPLE = 16                    # of both edges of a weight, says torch._scaled_mm
 SMALLEST_LAYER = 128             # outputs; routers and gates have fewer: nothing to gain, much to spoil
+SCALE_NAME = "_scale_inv"        # what published checkpoints add to a weight's name
 FORMS = ("row-wise", "per tensor")
 
 # -------------------------------------------------------------------------------------- the product
@@ -240,15 +242,13 @@ class BlockScales:
 
     transformers gives the fp8 values as they are in another dtype, which is exact; scale() does the rest.
     """
-    SUFFIX = "_scale_inv"
-
-    def __init__(self, files: dict[str, Path], block: tuple[int, int], is_other_part: "re.Pattern"):
-        """files: name of every tensor -> the safetensors file that holds it."""
+    def __init__(self, files: dict[str, Path], block: list[int] | None):
+        """files: name of every tensor -> the safetensors file that holds it. block: None for one scale a weight."""
         self.block = block
-        self.where = {}  # name of the weight, without what stands before "layers.3." -> (file, name of its scale)
+        self.where = {}  # name of the weight from "layers.3." on -> (file, name of its scale)
         for name, path in files.items():
-            if name.endswith(self.SUFFIX) and not is_other_part.search(name):
-                self.where[self.short(name.removesuffix(self.SUFFIX))] = (path, name)
+            if name.endswith(SCALE_NAME):
+                self.where[self.short(name.removesuffix(SCALE_NAME))] = (path, name)
 
     @staticmethod
     def short(name: str) -> str:
@@ -258,7 +258,6 @@ class BlockScales:
 
     def scale(self, module: nn.Module, prefix: str) -> int:
         """Multiply the weights below `module`, named with `prefix`, by their scales. -> how many had one."""
-        import safetensors
         count = 0
         for name, weight in module.named_parameters(prefix):
             if (entry := self.where.pop(self.short(name), None)) is None:
@@ -270,9 +269,16 @@ class BlockScales:
             count += 1
         return count
 
+    def require_all_used(self, what: str) -> None:
+        left = sorted(name for _, name in self.where.values())
+        require(not left, f"{what}: {len(left)} scales belong to no weight of the model (experts that transformers "
+                          f"joins into one weight can't be scaled: take the bf16 checkpoint): {', '.join(left[:5])}")
 
-def scale_blocks(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """values (N, K), scale (ceil(N/bn), ceil(K/bk)) -> fp32 products; the last blocks may be smaller."""
+
+def scale_blocks(values: torch.Tensor, scale: torch.Tensor, block: list[int] | None) -> torch.Tensor:
+    """values (N, K), scale (ceil(N/bn), ceil(K/bk)) or one number -> fp32 products; the last blocks may be smaller."""
+    if block is None or scale.numel() == 1:
+        return values.float() * scale.float()
     n_rows, n_columns = values.shape
     wide = scale.float().repeat_interleave(block[0], 0)[:n_rows]
     wide = wide.repeat_interleave(block[1], 1)[:, :n_columns]

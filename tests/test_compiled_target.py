@@ -126,7 +126,8 @@ def test_the_parts_of_an_fp8_target(capsys):
     shape = {**SHAPE, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape)).eval().requires_grad_(False)
     decoder = model.get_decoder()
-    assert fp8.quantize_layers(decoder.layers, "row-wise", "TARGET_PRECISION = fp8") == 4 * 5  # not k, v: 64 wide
+    form = fp8.find_form(torch.device("cpu"), "X = fp8")
+    assert fp8.quantize_layers(decoder.layers, form, "X = fp8") == 4 * 5  # not k, v: 64 wide
     ids = torch.randint(5, VOCAB, (2, 24))
     plain = TappedForward(decoder, (0, 2))
     wanted = plain(ids)

@@ -90,7 +90,7 @@ def quantised(tmp_path, config):
 
 
 @pytest.mark.parametrize("config", [
-    {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [8, 8]},
+    {"quant_method": "gptq", "bits": 4},
     {"quant_method": "bitsandbytes", "load_in_4bit": True}])
 def test_a_quantised_target_without_its_packages_is_refused_in_one_line(tmp_path, config):
     if transformers.utils.is_accelerate_available():
