@@ -73,22 +73,22 @@ def after_delta_rule(net: nn.Module, out: torch.Tensor, gate: torch.Tensor) -> t
 class GatedDeltaNet:
     """`forward` of a gated delta net: compiled, kernel, compiled. With a cache, padding or packed sequences
     it is the net's own."""
-    NEEDS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "A_log", "dt_bias", "norm", "out_proj",
-             "head_k_dim", "head_v_dim", "key_dim", "value_dim")
+    NEEDS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "A_log", "dt_bias", "norm",
+             "out_proj", "head_k_dim", "head_v_dim", "key_dim", "value_dim")
+    OTHER_WORK = ("cache", "cache_params", "past_key_values", "attention_mask", "cu_seq_lens_q", "seq_idx")
 
     def __init__(self, net: nn.Module, kernel: Callable, compiled: Callable):
         self.net, self.plain, self.kernel = net, net.forward, kernel
         self.before, self.after = compiled(before_delta_rule), compiled(after_delta_rule)
 
     def __call__(self, hidden_states, *args, **kwargs):
-        other_job = [kwargs.get(name) for name in
-                     ("cache", "cache_params", "past_key_values", "attention_mask", "cu_seq_lens_q", "seq_idx")]
-        if any(x is not None for x in (*args, *other_job)):
+        other_work = [*args, *(kwargs.get(name) for name in self.OTHER_WORK)]
+        if any(x is not None for x in other_work):
             return self.plain(hidden_states, *args, **kwargs)
         query, key, value, decay, beta, gate = self.before(self.net, hidden_states)
         # fewer heads of query and key than of value: the kernel takes them as they are
-        out, _ = self.kernel(query, key, value, g=decay, beta=beta, initial_state=None, output_final_state=False,
-                             use_qk_l2norm_in_kernel=True)
+        out, _ = self.kernel(query, key, value, g=decay, beta=beta, initial_state=None,
+                             output_final_state=False, use_qk_l2norm_in_kernel=True)
         return self.after(self.net, out, gate)
 
 
@@ -116,8 +116,8 @@ def has_only_linear_weights(module: nn.Module) -> bool:
 class CompiledParts:
     """The parts of a decoder's layers that are compiled, for the one thread that runs it.
 
-    owner: makes the code objects this thread's own, see flex_utils.compiled. dynamic: one graph for all shapes.
-    kernel: of gated delta nets.
+    owner: makes the code objects this thread's own, see flex_utils.compiled. dynamic: one graph for all
+    shapes. kernel: of gated delta nets.
     """
 
     def __init__(self, decoder: nn.Module, owner: str, log: Callable = print, backend: str = "inductor",
@@ -175,7 +175,7 @@ class CompiledParts:
         return f"compiled parts: {counts or 'none'}{left}"
 
     def check(self, shape: tuple, forward: Callable) -> None:
-        """forward() with every part run both ways from the same input; kinds that fail or differ are removed."""
+        """forward() with every part run both ways from the same input; kinds that fail or differ go."""
         first = not self.checked
         self.checked.add(shape)
         while self.parts:
@@ -197,8 +197,8 @@ class CompiledParts:
 
     def _drop(self, kind: str, shape: tuple, reason: str) -> None:
         self.remove(kind)
-        self.log(f"target ({self.owner}): parts of kind {kind} are not compiled, from {tuple(shape)} tokens on: "
-                 f"{reason}")
+        self.log(f"target ({self.owner}): parts of kind {kind} are not compiled, from {tuple(shape)} tokens "
+                 f"on: {reason}")
 
     @staticmethod
     def _worst(each: list[torch.Tensor]) -> str | None:
@@ -244,5 +244,6 @@ def difference(wanted: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     """-> (2,): relative difference of the whole, and of the worst vector along the last axis."""
     wanted, found = wanted.float().flatten(0, -2), found.float().flatten(0, -2)
     size, off = wanted.norm(dim=-1), (wanted - found).norm(dim=-1)
-    least = SMALL_TOKEN * size.mean()
-    return torch.stack([off.norm() / size.norm().clamp(min=1e-30), (off / size.clamp(min=least + 1e-30)).max()])
+    least = SMALL_TOKEN * size.mean() + 1e-30
+    whole = off.norm() / size.norm().clamp(min=1e-30)
+    return torch.stack([whole, (off / size.clamp(min=least)).max()])

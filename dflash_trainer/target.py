@@ -39,7 +39,9 @@ KERNELS = (  # package, module, function, and what its absence costs
      "against 464 ms per 4,096 tokens at Qwen3.6-27B size on an H200)"),
     ("causal-conv1d", "causal_conv1d", "causal_conv1d_fn", "its convolutions run in plain PyTorch"))
 OTHER_FORMATS = {  # of quantised checkpoints -> packages that transformers reads them with
-    "gptq": "accelerate and gptqmodel", "awq": "accelerate and gptqmodel", "bitsandbytes": "accelerate and bitsandbytes",
+    "gptq": "accelerate and gptqmodel",
+    "awq": "accelerate and gptqmodel",
+    "bitsandbytes": "accelerate and bitsandbytes",
     "compressed-tensors": "accelerate and compressed-tensors",
     "modelopt": "a loader that transformers lacks (NVFP4 and the like, of NVIDIA's modelopt)"}
 KNOWN_MASK_IDS = dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), 248070)
@@ -159,8 +161,8 @@ def load_model(target, device, dtype, seed, tick=lambda: None, precision="bf16")
     if arrival.form:
         layers = model.get_decoder().layers
         size = sum(p.nbytes for p in layers.parameters()) / 2**30
-        print(f"TARGET_PRECISION = fp8: {arrival.quantised} linear layers in fp8, {arrival.form} products; the target's "
-              f"layers take {size:.2f} GiB; embedding and head are in {dtype}")
+        print(f"TARGET_PRECISION = fp8: {arrival.quantised} linear layers in fp8, products {arrival.form}; "
+              f"the target's layers take {size:.2f} GiB; embedding and head are in {dtype}")
     return model.eval().requires_grad_(False)
 
 
@@ -192,9 +194,9 @@ def quantisation_of(config):
 
 def from_files(target, config, device, dtype, tick, arrival):
     """transformers maps the files into memory, and a weight is read when its layer moves: the host holds no
-    copy, unless the files' dtype is another. FP8 checkpoints with a scale per block are read as if they weren't
-    quantised, and scaled layer by layer. transformers' device_map needs accelerate: only weights in another
-    format, whose loaders ask for that anyhow and which can't be moved afterwards, go that way."""
+    copy, unless the files' dtype is another. FP8 checkpoints with a scale per block are read as if they
+    weren't quantised, and scaled layer by layer. transformers' device_map needs accelerate: only weights in
+    another format, whose loaders ask for that anyhow and which can't be moved afterwards, go that way."""
     what, options = f"TARGET = {target}", {}
     method, description = quantisation_of(config)
     trouble = f"{what}: weights can't be loaded"
@@ -202,8 +204,10 @@ def from_files(target, config, device, dtype, tick, arrival):
     if method:
         what = f"{what} (quantised: {method})"
         needs = OTHER_FORMATS.get(method, "accelerate and the package of that format")
-        trouble = f"{what}: weights can't be loaded: they need {needs}; a bf16 or FP8 checkpoint needs no package"
-        require(not arrival.form or method == "fp8", f"{arrival.setting}: {what}; take its bf16 or FP8 checkpoint")
+        trouble = (f"{what}: weights can't be loaded: they need {needs}; a bf16 or FP8 checkpoint needs no "
+                   "package")
+        require(not arrival.form or method == "fp8",
+                f"{arrival.setting}: {what}; take its bf16 or FP8 checkpoint")
         options = {"device_map": {"": device}}
     if method == "fp8":
         trouble = f"{what}: weights can't be loaded"
@@ -212,12 +216,15 @@ def from_files(target, config, device, dtype, tick, arrival):
             if hasattr(part, "quantization_config"):
                 del part.quantization_config
         options = {"config": config}
-    with user_error_on(trouble, OSError, ValueError, ImportError, RuntimeError, KeyError, safetensors.SafetensorError):
+    with user_error_on(trouble, OSError, ValueError, ImportError, RuntimeError, KeyError,
+                       safetensors.SafetensorError):
         with scales_are_no_surprise(arrival.scales):
             model, info = AutoModelForCausalLM.from_pretrained(
                 target, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options)
-        unknown = [k for k in info.get("unexpected_keys", ()) if not (arrival.scales and k.endswith(fp8.SCALE_NAME))]
-        check_weights(what, model, {**info, "unexpected_keys": unknown}, files or checkpoint_names(target))
+        if arrival.scales:
+            unknown = [key for key in info["unexpected_keys"] if not key.endswith(fp8.SCALE_NAME)]
+            info = {**info, "unexpected_keys": unknown}
+        check_weights(what, model, info, files or checkpoint_names(target))
         hidden = not sys.stderr.isatty()
         moves = [] if method and not arrival.scales else list(enumerate(model.get_decoder().layers))
         for i, layer in tqdm(moves, f"target to {device}", unit="layer", disable=hidden):
@@ -230,7 +237,7 @@ def from_files(target, config, device, dtype, tick, arrival):
         arrival.scaled += arrival.scales.scale(model, "")
         arrival.scales.require_all_used(what)
         print(f"{what}: {arrival.scaled} weights multiplied by the scales of their blocks"
-              + ("" if arrival.form else f", in {dtype} from here on; TARGET_PRECISION = fp8 keeps them in fp8"))
+              + ("" if arrival.form else f", in {dtype} from here on; TARGET_PRECISION = fp8 keeps fp8"))
     return model
 
 
@@ -245,18 +252,20 @@ def stored_tensors(target):
         for name in names:
             path = cached_file(target, name)
             with safetensors.safe_open(path, "pt") as file:
-                found.update((key, (path, file.get_slice(key).get_dtype())) for key in file.keys())  # noqa: SIM118
+                for key in file.keys():  # noqa: SIM118
+                    found[key] = (path, file.get_slice(key).get_dtype())
     return found
 
 
 def block_scales(what, files, description):
     """The scales of an FP8 checkpoint. UserError where a weight in fp8 has none."""
     ours = {name: entry for name, entry in files.items() if not OTHER_PART.search(name)}
-    bare = sorted(name for name, (_, dtype) in ours.items()
-                  if dtype.startswith("F8") and not name.endswith(fp8.SCALE_NAME) and name + fp8.SCALE_NAME not in ours)
+    in_fp8 = [name for name, (_, dtype) in ours.items() if dtype == "F8_E4M3"]
+    bare = sorted(name for name in in_fp8 if name + fp8.SCALE_NAME not in ours)
     require(not bare, f"{what}: {len(bare)} weights in fp8 have no scale beside them (NAME{fp8.SCALE_NAME}): "
                       f"{', '.join(bare[:5])}")
-    scales = fp8.BlockScales({name: path for name, (path, _) in ours.items()}, description.get("weight_block_size"))
+    paths = {name: path for name, (path, _) in ours.items()}
+    scales = fp8.BlockScales(paths, description.get("weight_block_size"))
     require(scales.where, f"{what}: no weight has a scale beside it (NAME{fp8.SCALE_NAME})")
     return scales
 

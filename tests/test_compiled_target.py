@@ -1,17 +1,17 @@
-"""The compiled parts of a target against transformers' own forward, on the CPU with dynamo's eager backend."""
+"""A target's compiled parts against transformers' own forward, on the CPU with dynamo's eager backend."""
 import pytest
 import torch
 import transformers
-from common import VOCAB
-from test_families import FAMILIES, SHAPE
 
+from common import VOCAB
 from dflash_trainer import fp8
 from dflash_trainer.compiled_target import CompiledParts, GatedDeltaNet
 from dflash_trainer.features import TappedForward
+from test_families import FAMILIES, SHAPE
 
 
 def transformers_delta_rule(query, key, value, **options):
-    """transformers' own function, for equal numbers of heads in the oldest version that the trainer runs on."""
+    """transformers' own function; its oldest version here wants equal numbers of heads."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as code
     groups = value.shape[2] // key.shape[2]
     return code.torch_chunk_gated_delta_rule(

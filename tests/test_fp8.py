@@ -6,12 +6,12 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_families import SHAPE, qwen3_5
 
 import model_drafter as md
 from dflash_trainer import fp8
 from dflash_trainer import target as targets
 from dflash_trainer.errors import UserError
+from test_families import SHAPE, qwen3_5
 
 CPU = torch.device("cpu")
 FORM = fp8.find_form(CPU, "X = fp8")  # torch 2.11 multiplies per tensor alone on a CPU
@@ -91,9 +91,9 @@ def test_the_probe_takes_the_first_form_that_is_right(monkeypatch):
     assert fp8.find_form(CPU, "X = fp8") == "per tensor"
 
     def raises(*_):
-        raise RuntimeError("torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0\nx")
+        raise RuntimeError("torch._scaled_mm is only supported on newer devices\nx")
     monkeypatch.setattr(fp8, "multiply", raises)
-    with pytest.raises(UserError, match="^X = fp8: cpu can't multiply.*8.9.*row-wise: torch._scaled_mm is only"):
+    with pytest.raises(UserError, match="^X = fp8: cpu can't multiply.*8.9.*row-wise: torch._scaled_mm is"):
         fp8.find_form(CPU, "X = fp8")
 
 
@@ -104,7 +104,7 @@ def test_a_frozen_linear_layer(bias):
     x = torch.randn(2, 5, 64)
     wanted = layers[0].double()(x.double()).detach()
     layers.float().requires_grad_(False)
-    assert fp8.quantize_layers(layers, FORM, "TARGET_PRECISION = fp8") == 1  # the other is small
+    assert fp8.quantize_layers(layers, FORM, "X = fp8") == 1  # the other is small
     assert isinstance(layers[0], fp8.FrozenLinear) and type(layers[1]) is torch.nn.Linear
     found = layers[0](x)
     assert found.shape == wanted.shape and relative(found, wanted) < 0.06
@@ -114,8 +114,8 @@ def test_a_frozen_linear_layer(bias):
 
 def test_a_shape_that_does_not_fit_is_named():
     layers = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"up_proj": torch.nn.Linear(40, 136)})})
-    with pytest.raises(UserError, match="^TARGET_PRECISION = fp8: layers.0.mlp.up_proj is 136 x 40, .* of 16$"):
-        fp8.quantize_layers(layers, FORM, "TARGET_PRECISION = fp8", "layers.0")
+    with pytest.raises(UserError, match="^X = fp8: layers.0.mlp.up_proj is 136 x 40, .* of 16$"):
+        fp8.quantize_layers(layers, FORM, "X = fp8", "layers.0")
 
 
 @pytest.mark.parametrize("fp8_weight_grad", [False, True])
@@ -127,7 +127,7 @@ def test_gradients_of_a_trained_layer(fp8_weight_grad, tokens):
     wanted_grad_x = grad.double() @ layer.weight.double()
     wanted_grad_weight = grad[0].double().t() @ x[0].double()
     wanted = x.double() @ layer.weight.double().t()
-    fp8.train_in_fp8(torch.nn.Sequential(layer), FORM, "DRAFTER_PRECISION = fp8", fp8_weight_grad)
+    fp8.train_in_fp8(torch.nn.Sequential(layer), FORM, "X = fp8", fp8_weight_grad)
     x.requires_grad_()
     found = layer(x)
     found.backward(grad)
@@ -149,7 +149,7 @@ def test_the_loss_with_an_fp8_head(softcap):
     logits = md.cap(exact @ linear.weight.double().t(), softcap)
     wanted = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
     (wanted * weights).sum().backward()
-    head = fp8.Fp8Head(md.Head(linear, softcap), FORM, "DRAFTER_PRECISION = fp8")
+    head = fp8.Fp8Head(md.Head(linear, softcap), FORM, "X = fp8")
     hidden.requires_grad_()
     ce, correct = md.chunked_ce(hidden, head, labels, 16, "fused", fp8.ce_and_grad)
     (ce * weights).sum().backward()
@@ -165,7 +165,7 @@ def test_the_loss_with_an_fp8_head(softcap):
 def test_other_gradients_of_logits_take_the_largest_entry_of_their_row():
     torch.manual_seed(0)
     linear = torch.nn.Linear(64, 96, bias=False).requires_grad_(False)
-    head = fp8.Fp8Head(md.Head(linear), FORM, "DRAFTER_PRECISION = fp8")
+    head = fp8.Fp8Head(md.Head(linear), FORM, "X = fp8")
     grad = torch.randn(16, 96) * torch.logspace(-6, 2, 16)[:, None]
     wanted = grad.double() @ linear.weight.double()
     for given in (grad, fp8.quantize_rows(grad)):
@@ -175,8 +175,8 @@ def test_other_gradients_of_logits_take_the_largest_entry_of_their_row():
 
 
 def test_a_head_whose_vocabulary_does_not_fit_is_refused():
-    with pytest.raises(UserError, match="DRAFTER_PRECISION = fp8: the head is 100 x 64"):
-        fp8.Fp8Head(md.Head(torch.nn.Linear(64, 100)), FORM, "DRAFTER_PRECISION = fp8")
+    with pytest.raises(UserError, match="X = fp8: the head is 100 x 64"):
+        fp8.Fp8Head(md.Head(torch.nn.Linear(64, 100)), FORM, "X = fp8")
 
 
 # ------------------------------------------------------------------------------ published checkpoints
@@ -209,13 +209,13 @@ def publish(folder, model, method="fp8"):
         meant[name] = scaled_by_hand(weights[name].float(), scale)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method, "weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3",
-                                     "activation_scheme": "dynamic"}
+    config["quantization_config"] = {"quant_method": method, "weight_block_size": [BLOCK, BLOCK],
+                                     "fmt": "e4m3", "activation_scheme": "dynamic"}
     (folder / "config.json").write_text(json.dumps(config))
     return meant
 
 
-WIDE = {**SHAPE, "hidden_size": 48, "intermediate_size": 144, "head_dim": 16}  # 48, 144: whole blocks; k, v 32
+WIDE = {**SHAPE, "hidden_size": 48, "intermediate_size": 144, "head_dim": 16}  # whole blocks
 ODD = {**SHAPE, "hidden_size": 40, "intermediate_size": 72, "head_dim": 8}     # blocks that are cut
 
 
@@ -246,7 +246,7 @@ def test_an_fp8_checkpoint_as_an_fp8_target(tmp_path):
     up = model.get_decoder().layers[1].mlp.up_proj
     assert isinstance(up, fp8.FrozenLinear)
     assert relative(up.weight.double() * up.scale, meant["model.layers.1.mlp.up_proj.weight"]) < 0.04
-    assert type(model.get_output_embeddings()) is torch.nn.Linear  # the head's bf16 weight goes to the drafters
+    assert type(model.get_output_embeddings()) is torch.nn.Linear  # goes to the drafters
 
 
 def test_a_scale_that_is_missing_or_left_over_is_named(tmp_path):
@@ -263,7 +263,8 @@ def test_a_scale_that_is_missing_or_left_over_is_named(tmp_path):
         targets.load_model(str(tmp_path), CPU, torch.float32, 0)
 
 
-@pytest.mark.parametrize("method, needs", [("gptq", "gptqmodel"), ("awq", "gptqmodel"), ("modelopt", "NVFP4")])
+@pytest.mark.parametrize("method, needs", [("gptq", "gptqmodel"), ("awq", "gptqmodel"),
+                                           ("modelopt", "NVFP4")])
 def test_other_quantised_checkpoints_say_what_they_need(tmp_path, method, needs):
     publish(tmp_path, transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**WIDE)), method)
     with pytest.raises(UserError, match=rf"quantised: {method}.*{needs}"):

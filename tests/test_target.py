@@ -3,19 +3,19 @@ import json
 import sys
 import types
 
-import common
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_families import SHAPE, qwen3_5
 
+import common
 import flex_utils
 from dflash_trainer import settings
-from dflash_trainer.errors import UserError
-from tools import random_target
 from dflash_trainer import target as target_files
 from dflash_trainer.devices import replica_of
+from dflash_trainer.errors import UserError
+from test_families import SHAPE, qwen3_5
+from tools import random_target
 
 UP = "model.language_model.layers.1.mlp.up_proj.weight"
 CPU = torch.device("cpu")
