@@ -29,12 +29,13 @@ TILE = 128  # edge of a BlockMask tile, flex_attention's default
 # ----------------------------------------------------------------------------------------- the mask
 
 def visible(q: torch.Tensor, kv: torch.Tensor, start: torch.Tensor, anchor: torch.Tensor, seq_len: int,
-            block_size: int, window: int | None) -> torch.Tensor:
+            block_size: int, window: int | None, bidirectional: bool = False) -> torch.Tensor:
     """May query slot `q` (0..Q-1) see key `kv` (0..KV-1)? Index tensors of any broadcastable shapes -> bool.
 
     start, anchor: (N,) row indices of the first token of the block's conversation and of the anchor. A
     padding block has anchor <= start and sees itself only. Source: DFlash, arXiv 2602.06036; sliding layers
     as z-lab's client, vLLM and SGLang run them: causal inside the block, window counted from the slot.
+    bidirectional: sliding layers are not causal in the block (is_causal false, as DFlash 2 is published).
     """
     block = q // block_size
     slot = q % block_size
@@ -43,17 +44,18 @@ def visible(q: torch.Tensor, kv: torch.Tensor, start: torch.Tensor, anchor: torc
     own = (kv >= seq_len) & ((kv - seq_len) // block_size == block)
     if window is not None:
         context = context & (kv > anchor[block] + slot - window)
-        own = own & (own_slot <= slot) & (own_slot > slot - window)
+        last_seen = slot + window - 1 if bidirectional else slot
+        own = own & (own_slot <= last_seen) & (own_slot > slot - window)
     return context | own
 
 
 def dense_mask(start: torch.Tensor, anchor: torch.Tensor, seq_len: int, block_size: int,
-               window: int | None) -> torch.Tensor:
+               window: int | None, bidirectional: bool = False) -> torch.Tensor:
     """(Q, KV) bool, True = visible; arguments as in visible()."""
     n_queries = anchor.numel() * block_size
     q = torch.arange(n_queries, device=anchor.device)[:, None]
     kv = torch.arange(seq_len + n_queries, device=anchor.device)[None, :]
-    return visible(q, kv, start, anchor, seq_len, block_size, window)
+    return visible(q, kv, start, anchor, seq_len, block_size, window, bidirectional)
 
 
 EMPTY, PARTIAL, FULL = range(3)  # of a tile: no pair of it is visible, some are, all are
@@ -72,7 +74,7 @@ def covers(first: torch.Tensor, end: torch.Tensor, other_first: torch.Tensor,
 
 
 def tile_states(start: torch.Tensor, anchor: torch.Tensor, seq_len: int, block_size: int,
-                window: int | None) -> torch.Tensor:
+                window: int | None, bidirectional: bool = False) -> torch.Tensor:
     """State of every (query tile, key tile) pair, (QT, KT) int32: EMPTY, PARTIAL or FULL.
 
     The kernels skip EMPTY tiles and, in FULL ones, the mask function: a wrong FULL leaks labels. Only context
@@ -103,7 +105,7 @@ def tile_states(start: torch.Tensor, anchor: torch.Tensor, seq_len: int, block_s
     context_full = covers(least_first, context_end, key_first, key_end).all(1)
 
     own_partial = sees_own_block(block, slot_first, slot_last, key_first - seq_len, key_end - seq_len,
-                                 block_size, window).any(1)
+                                 block_size, window, bidirectional).any(1)
     return torch.where(context_full, FULL, (context_partial | own_partial).int())
 
 
@@ -134,7 +136,7 @@ def first_context_key(start: torch.Tensor, anchor: torch.Tensor, slot: torch.Ten
 
 def sees_own_block(block: torch.Tensor, slot_first: torch.Tensor, slot_last: torch.Tensor,
                    key_first: torch.Tensor, key_end: torch.Tensor, block_size: int,
-                   window: int | None) -> torch.Tensor:
+                   window: int | None, bidirectional: bool) -> torch.Tensor:
     """Does a slot of `block` from slot_first to slot_last see a slot of its block in [key_first, key_end)?
 
     Keys count from the first block's first slot here; context tiles have negative ones.
@@ -145,15 +147,16 @@ def sees_own_block(block: torch.Tensor, slot_first: torch.Tensor, slot_last: tor
     sees = own_first <= own_last
     if window is None:
         return sees
-    # seen: 0 <= query slot - key slot < window. The differences in this pair of tiles are all from
+    # seen: least <= query slot - key slot < window. The differences in this pair of tiles are all from
     # slot_first - own_last to slot_last - own_first
-    return sees & (slot_last >= own_first) & (slot_first - own_last < window)
+    least = 1 - window if bidirectional else 0
+    return sees & (slot_last - own_first >= least) & (slot_first - own_last < window)
 
 
 def block_mask(start: torch.Tensor, anchor: torch.Tensor, seq_len: int, block_size: int,
-               window: int | None) -> BlockMask:
+               window: int | None, bidirectional: bool = False) -> BlockMask:
     """BlockMask of (Q, KV) from the anchors: no Q*KV pairs evaluated, no tracing, no host sync."""
-    state = tile_states(start, anchor, seq_len, block_size, window)
+    state = tile_states(start, anchor, seq_len, block_size, window, bidirectional)
 
     def listed(hit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(tiles, tiles) bool -> how many are hit in each row, and the row's indices with those first."""
@@ -162,7 +165,7 @@ def block_mask(start: torch.Tensor, anchor: torch.Tensor, seq_len: int, block_si
         return hit.sum(-1, dtype=torch.int32)[None, None], order.contiguous()[None, None]
 
     def mask_mod(b, h, q, kv):
-        return visible(q, kv, start, anchor, seq_len, block_size, window)
+        return visible(q, kv, start, anchor, seq_len, block_size, window, bidirectional)
 
     n_queries = anchor.numel() * block_size
     mask = BlockMask.from_kv_blocks(

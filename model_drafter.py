@@ -20,6 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 # ---------------------------------------------------------------------------------------- the model
 
+HEADS = "dflash", "dflash2", "dspark"
+
+
 @dataclass(frozen=True)
 class DrafterConfig:
     """Sizes of a drafter and what it was made for: everything config.json says."""
@@ -45,6 +48,31 @@ class DrafterConfig:
     pad_token_id: int | None = None
     input_embedding_scale: float = 1.0           # targets whose embedding module scales (Gemma)
     final_logit_softcapping: float | None = None  # targets whose head caps its logits
+    head: str = "dflash"                         # one of HEADS
+    in_block: str = "by_type"                    # "bidirectional": sliding layers, too, see their whole block
+    conv_taps: int = 0                           # dflash2: slots that a convolution reads, its own included
+    conv_group: int = 0                          # channels that share a kernel made from the block
+    selector_rank: int = 0
+    selector_top_k: int = 0                      # candidates per slot
+    output_multiplier: float = 1.0               # of published dflash2 drafters; ours have 1
+    markov_rank: int = 0                         # dspark
+    confidence: bool = False                     # dspark: has a confidence head
+    num_anchors: int = 0                         # dspark's config.json names it; nothing depends on it
+
+    @property
+    def first_slot(self) -> int:
+        """The slot of the first draft: dspark's anchor slot predicts as well."""
+        return 0 if self.head == "dspark" else 1
+
+    @property
+    def shift(self) -> int:
+        """Slot k of anchor a predicts token a + k + shift; draft j = 1.. is slot j - shift."""
+        return 1 - self.first_slot
+
+    @property
+    def n_drafts(self) -> int:
+        """J, tokens drafted by a block."""
+        return self.block_size - self.first_slot
 
     def window(self, layer_type: str) -> int | None:
         """How many tokens back layers of this type see, the slot's own included; None: all."""
@@ -137,6 +165,40 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class BlockConv(nn.Module):
+    """DFlash 2: a short causal convolution over the slots of each block, with kernels made from the block.
+
+    It stands on both sides of a sublayer: what goes in (side 0) and what comes out (side 1) are convolved,
+    with kernels that both come from the input norm's output. At the start it is the identity.
+    """
+
+    def __init__(self, c: DrafterConfig):
+        super().__init__()
+        self.block_size = c.block_size
+        self.taps = c.conv_taps
+        self.group = c.conv_group
+        n_groups = c.hidden_size // c.conv_group
+        self.base_kernel = nn.Parameter(torch.empty(2, c.conv_taps, c.hidden_size))
+        self.kernel_projection = nn.Linear(c.hidden_size, 2 * c.conv_taps * n_groups, bias=False)
+
+    def kernels(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x (1, N*K, D) -> for each side its kernels (N, K, taps, G, D/G), in fp32."""
+        n_groups = x.shape[-1] // self.group
+        made = self.kernel_projection(x).float().view(-1, self.block_size, 2, self.taps, n_groups)
+        base = self.base_kernel.float().unflatten(-1, (-1, self.group))  # (2, taps, G, D/G)
+        before, after = (made[:, :, side, :, :, None] + base[side] for side in (0, 1))
+        return before, after
+
+    def convolve(self, kernel: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Of one side: out[k] = sum over tau of kernel[k, tau] * x[k - tau], with zeros before each block."""
+        blocks = x.float().view(-1, self.block_size, x.shape[-1] // self.group, self.group)  # (N, K, G, D/G)
+        out = kernel[:, :, 0] * blocks
+        for tau in range(1, self.taps):
+            earlier = F.pad(blocks, (0, 0, 0, 0, tau, 0))[:, :self.block_size]
+            out = out + kernel[:, :, tau] * earlier
+        return out.view(x.shape).to(x.dtype)  # rounded once, as vLLM's kernel does
+
+
 class DrafterLayer(nn.Module):
     def __init__(self, c: DrafterConfig):
         super().__init__()
@@ -144,11 +206,76 @@ class DrafterLayer(nn.Module):
         self.mlp = MLP(c)
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.has_conv = c.head == "dflash2"
+        if self.has_conv:
+            self.attention_conv = BlockConv(c)
+            self.mlp_conv = BlockConv(c)
 
     def forward(self, x: torch.Tensor, context: torch.Tensor, rope: Rope, context_rope: Rope, mask: object,
                 attend: Callable, past: object | None = None) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, rope, context_rope, mask, attend, past)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        if not self.has_conv:
+            x = x + self.self_attn(self.input_layernorm(x), context, rope, context_rope, mask, attend, past)
+            return x + self.mlp(self.post_attention_layernorm(x))
+
+        normed = self.input_layernorm(x)
+        before, after = self.attention_conv.kernels(normed)
+        attended = self.self_attn(self.attention_conv.convolve(before, normed), context, rope, context_rope,
+                                  mask, attend, past)
+        x = x + self.attention_conv.convolve(after, attended)
+
+        normed = self.post_attention_layernorm(x)
+        before, after = self.mlp_conv.kernels(normed)
+        return x + self.mlp_conv.convolve(after, self.mlp(self.mlp_conv.convolve(before, normed)))
+
+
+class CandidateSelector(nn.Module):
+    """DFlash 2: scores the likeliest tokens of a slot again, knowing the token before it."""
+
+    def __init__(self, c: DrafterConfig):
+        super().__init__()
+        self.top_k = c.selector_top_k
+        self.predecessor_codebook = nn.Parameter(torch.empty(c.vocab_size, c.selector_rank))
+        self.successor_codebook = nn.Parameter(torch.empty(c.vocab_size, c.selector_rank))
+        self.hidden_projection = nn.Linear(c.hidden_size, c.selector_rank, bias=False)
+
+    def forward(self, hidden: torch.Tensor, predecessors: torch.Tensor, candidates: torch.Tensor,
+                unary: torch.Tensor) -> torch.Tensor:
+        """hidden (M, D), predecessors (M,), candidates and their logits `unary` (M, k_top) -> scores, fp32:
+        unary of b + sum over r of P[predecessor] * (Wh h) * S[b]."""
+        predecessor = F.embedding(predecessors, self.predecessor_codebook).float()
+        edge = predecessor * self.hidden_projection(hidden).float()         # (M, r)
+        successor = F.embedding(candidates, self.successor_codebook).float()  # (M, k_top, r)
+        return unary.float() + (successor * edge[:, None]).sum(-1)
+
+
+class MarkovHead(nn.Module):
+    """DSpark: a bias on all logits of a slot from the token before it, W2 E[predecessor]."""
+
+    def __init__(self, c: DrafterConfig):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(c.vocab_size, c.markov_rank)             # E
+        self.markov_w2 = nn.Linear(c.markov_rank, c.vocab_size, bias=False)  # W2
+
+    def bias(self, predecessors: torch.Tensor) -> torch.Tensor:
+        """(M,) -> (M, V)."""
+        return self.markov_w2(self.markov_w1(predecessors))
+
+
+class ConfidenceHead(nn.Module):
+    """DSpark: will the target accept the slot's token? [hidden; E[predecessor]] -> a logit."""
+
+    def __init__(self, c: DrafterConfig):
+        super().__init__()
+        self.proj = nn.Linear(c.hidden_size + c.markov_rank, 1)
+
+    def forward(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """hidden (M, D), embedded predecessors (M, r) -> (M,)."""
+        return self.proj(torch.cat([hidden, embedded], -1))[:, 0]
+
+
+# of a head: what keeps it without effect until it is trained
+ZERO_AT_FIRST = ("kernel_projection.weight", "successor_codebook", "markov_w2.weight",
+                 "confidence_head.proj.weight", "confidence_head.proj.bias")
 
 
 class Drafter(nn.Module):
@@ -166,16 +293,33 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(size, config.rms_norm_eps)
+        if config.head == "dflash2":
+            self.candidate_selector = CandidateSelector(config)
+        if config.head == "dspark":
+            self.markov_head = MarkovHead(config)
+        if config.confidence:
+            self.confidence_head = ConfidenceHead(config)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Normal(0, initializer_range), drawn in fp32 from its own generator; norms stay at 1."""
+        """Normal(0, initializer_range), drawn in fp32 from its own generator; norms stay at 1.
+
+        What a head adds to the backbone is drawn last and has no effect at first: convolutions pass on what
+        they get, scores are the logits, the bias is 0.
+        """
         generator = torch.Generator().manual_seed(seed)
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                fresh = torch.empty(module.weight.shape, dtype=torch.float32)
+        for name, param in self.named_parameters():
+            if name.endswith("norm.weight"):
+                continue
+            if name.endswith("base_kernel"):
+                param.zero_()
+                param[:, 0] = 1.0
+            elif name.endswith(ZERO_AT_FIRST):
+                param.zero_()
+            else:
+                fresh = torch.empty(param.shape, dtype=torch.float32)
                 fresh.normal_(0.0, self.config.initializer_range, generator=generator)
-                module.weight.copy_(fresh)
+                param.copy_(fresh)
 
     def forward(self, target_hidden: torch.Tensor, block_embeds: torch.Tensor, context_pos: torch.Tensor,
                 block_pos: torch.Tensor, masks: dict[str, object],
@@ -204,8 +348,8 @@ class Batch(NamedTuple):
     positions: torch.Tensor      # (S,) position of each token in its own conversation
     anchors: torch.Tensor        # (G, N) row index of each anchor, ascending; padding at the end
     starts: torch.Tensor         # (G, N) row index where the anchor's conversation starts
-    counted: torch.Tensor        # (G, N) slots 1..counted have a label: supervised and in the anchor's turn
-    slots: torch.Tensor          # (G, M) block*K + slot of the slots that count, padded with 0 to whole chunks
+    counted: torch.Tensor        # (G, N) drafts 1..counted have a label: supervised and in the anchor's turn
+    slots: torch.Tensor          # (G, M) block*K + slot of slots that count, padded with N*K to whole chunks
     # of no interest to the model: where the batch comes from, and how its copy is waited for
     kind: str = "train"          # "train" | "eval"
     index: int = 0               # row number in the stream of training rows, or held-out row
@@ -216,11 +360,14 @@ class Batch(NamedTuple):
         return self[:7]
 
 
-def block_arrays(start, run_length, anchors, n_anchors, block_size, chunk):
+def block_arrays(start: np.ndarray, run_length: np.ndarray, anchors: np.ndarray, n_anchors: int,
+                 block_size: int, chunk: int, first_slot: int = 1,
+                 whole_blocks: bool = False) -> tuple[np.ndarray, ...]:
     """Sorted anchors of a row -> anchors, starts, counted (G, N) and slots (G, M), the fields of Batch.
 
     Host numpy arrays: start (S,) where each token's conversation starts, run_length (S,) how many supervised
-    tokens follow in the turn. M is the largest group's number of counting slots, in whole chunks, at least one.
+    tokens follow in the turn. M is the largest group's number of counting slots, in whole chunks, at least
+    one. first_slot: the slot of the first draft. whole_blocks: no block's slots are in two chunks.
     """
     # numpy: torch lets other threads in at every operation, which costs more than these small ones
     start = np.asarray(start)
@@ -230,34 +377,49 @@ def block_arrays(start, run_length, anchors, n_anchors, block_size, chunk):
     blocks = np.zeros((3, n_groups * n_anchors), np.int64)
     blocks[0, :len(anchors)] = anchors
     blocks[1, :len(anchors)] = start[anchors]
-    blocks[2, :len(anchors)] = np.minimum(run_length[anchors], block_size - 1)
+    blocks[2, :len(anchors)] = np.minimum(run_length[anchors], block_size - first_slot)
     blocks = blocks.reshape(3, n_groups, n_anchors)
 
-    slot = np.arange(block_size)
-    counts = (slot >= 1) & (slot <= blocks[2, ..., None])  # (G, N, K)
-    counting = [np.flatnonzero(group) for group in counts]
-    n_chunks = max(1, *(-(-len(group) // chunk) for group in counting))
-    slots = np.zeros((n_groups, n_chunks * chunk), np.int64)
-    for row, group in zip(slots, counting, strict=True):
+    draft = np.arange(block_size) - first_slot + 1  # of each slot
+    counts = (draft >= 1) & (draft <= blocks[2, ..., None])  # (G, N, K)
+    padding = n_anchors * block_size
+    groups = []
+    for group in counts:
+        counting = np.flatnonzero(group)
+        groups.append(keep_blocks_whole(counting, block_size, chunk, padding) if whole_blocks else counting)
+    n_chunks = max(1, *(-(-len(group) // chunk) for group in groups))
+    slots = np.full((n_groups, n_chunks * chunk), padding, np.int64)
+    for row, group in zip(slots, groups, strict=True):
         row[:len(group)] = group
     return *blocks, slots
 
 
-def default_gamma(block_size: int) -> float:
-    """Decay length of the slot weights: the published values, else K/2."""
-    return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, block_size / 2)
+def keep_blocks_whole(slots: np.ndarray, block_size: int, chunk: int, padding: int) -> np.ndarray:
+    """Put padding where a block's slots would go on into the next chunk of `chunk` entries (K or more)."""
+    chunks = []
+    while len(slots) > chunk:
+        block = slots // block_size
+        end = int(np.searchsorted(block, block[chunk]))  # where the block of the first slot too many begins
+        chunks.append(np.append(slots[:end], np.full(chunk - end, padding)))
+        slots = slots[end:]
+    return np.concatenate([*chunks, slots])
 
 
-def slot_weights(ce: torch.Tensor, counts: torch.Tensor, kind: str, gamma: float,
-                 alpha: float = 0.5) -> torch.Tensor:
+def default_gamma(n_drafts: int) -> float:
+    """Decay length of the slot weights: the published values, else (J + 1) / 2."""
+    return {15: 7.0, 9: 5.0, 7: 4.0}.get(n_drafts, (n_drafts + 1) / 2)
+
+
+def slot_weights(ce: torch.Tensor, counts: torch.Tensor, kind: str, gamma: float, alpha: float = 0.5,
+                 first_slot: int = 1) -> torch.Tensor:
     """Detached weights (N, K) of the per-slot loss. ce (N, K) with anything where a slot does not count.
 
-    "decay": exp(-(k-1)/gamma). "dpace": the expected number of tokens a slot's success still unlocks, sum
-    over m >= j of C_m, with C_j = product over i <= j of (1-alpha)q_i + alpha and q = exp(-ce).
+    "decay": exp(-(j-1)/gamma) for draft j. "dpace": the expected number of tokens a slot's success still
+    unlocks, sum over m >= j of C_m, with C_j = product over i <= j of (1-alpha)q_i + alpha and q = exp(-ce).
     """
     if kind == "decay":
         slot = torch.arange(ce.shape[1], device=ce.device, dtype=torch.float32)
-        return torch.exp(-(slot - 1) / gamma) * counts
+        return torch.exp(-(slot - first_slot) / gamma) * counts
     success = torch.where(counts, (1 - alpha) * torch.exp(-ce.detach().float()) + alpha, 1.0)
     reach = success.cumprod(1) * counts  # C_j, 0 where a slot doesn't count
     return reach.flip(1).cumsum(1).flip(1) * counts
@@ -293,6 +455,13 @@ class Head(nn.Module):
         """d loss / d logits() (M, V) -> d loss / d hidden (M, D)."""
         return torch.mm(grad_logits, self.linear.weight).to(dtype)
 
+    def at_tokens(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """hidden (M, D), tokens (M, k) -> forward()'s logits of those tokens alone (M, k)."""
+        logits = (self.linear.weight[tokens] @ hidden[:, :, None])[..., 0]
+        if self.linear.bias is not None:
+            logits = logits + self.linear.bias[tokens]
+        return cap(logits, self.softcap)
+
 
 def ce_of_chunk(hidden: torch.Tensor, head: Head, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden (chunk, D), labels (chunk,) -> ce (chunk,), argmax == label (chunk,)."""
@@ -318,23 +487,8 @@ def ce_with_grad(logits: torch.Tensor, labels: torch.Tensor,
 def ce_and_grad(logits: torch.Tensor, labels: torch.Tensor,
                 softcap: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """ce_with_grad whose gradient takes the place of the logits, in their dtype."""
-    if logits.device.type == "cpu" and logits.dtype == torch.float32 and softcap is None:
-        return ce_and_grad_in_place(logits, labels)
     ce, correct, grad = ce_with_grad(logits, labels, softcap)
     return ce, correct, logits.copy_(grad)
-
-
-def ce_and_grad_in_place(logits: torch.Tensor,
-                         labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """ce_with_grad of fp32 logits without a cap, the same bits. Uncompiled, that one makes eight tables of the
-    logits' size, which on a CPU costs more than either product of the head."""
-    lse = logits.logsumexp(-1)
-    correct = logits.argmax(-1) == labels
-    label_column = labels[:, None]
-    ce = lse - logits.gather(1, label_column)[:, 0]
-    logits.sub_(lse[:, None]).exp_()
-    minus_one = logits.new_full(label_column.shape, -1.0)
-    return ce, correct, logits.scatter_add_(1, label_column, minus_one)
 
 
 class FusedCE(torch.autograd.Function):
@@ -381,13 +535,282 @@ def chunked_ce(hidden: torch.Tensor, head: Head, labels: torch.Tensor, chunk: in
     return torch.cat(ce), torch.cat(correct)
 
 
-class RowResult(NamedTuple):
-    loss: torch.Tensor     # () sum of w*ce, with gradient; see train_dflash.divisor
-    weight: torch.Tensor   # () sum of w
-    ce: torch.Tensor       # (N, K) detached, 0 where a slot doesn't count
-    matches: torch.Tensor  # (N,) leading slots 1.. whose argmax equals the label
-    correct: torch.Tensor  # (N, K) bool
+# ------------------------------------------------------------------------------ the target's distribution
 
+class LossTerms(NamedTuple):
+    """Coefficients of a slot's loss. p is the drafter's distribution, q the target's, both at temperature 1;
+    alpha = sum of min(p, q) is the probability that a sampled draft is accepted."""
+    ce: float = 1.0    # -log p[label]
+    tv: float = 0.0    # total variation: 1/2 sum |p - q| = 1 - alpha
+    kl: float = 0.0    # sum of q (log q - log p)
+    nla: float = 0.0   # -log alpha (LK-alpha)
+    lk: float = 0.0    # share * kl + (1 - share) * tv with share = exp(-3 alpha), detached (LK-hybrid)
+
+    @property
+    def soft(self) -> bool:
+        """Do they need q?"""
+        return any(self[1:])
+
+
+SMALLEST_ALPHA = 1e-5  # where nla stops
+
+
+class SlotTerms(NamedTuple):
+    """Of M slots, (M,) unless another shape is given; None where a head or the terms have no such thing."""
+    loss: torch.Tensor             # mixture of the terms, with gradient
+    ce: torch.Tensor
+    correct: torch.Tensor          # bool: argmax == label
+    tv: torch.Tensor | None = None
+    kl: torch.Tensor | None = None
+    alpha: torch.Tensor | None = None
+    backbone_correct: torch.Tensor | None = None  # without the head's bias
+    candidates: torch.Tensor | None = None        # (M, k_top) likeliest tokens first
+    candidate_probs: torch.Tensor | None = None   # (M, k_top) the target's probabilities of them
+    unary: torch.Tensor | None = None             # (M, k_top) their logits, with gradient
+
+
+def mix_terms(terms: LossTerms, ce, tv, kl, alpha):
+    """-> the mixture, the coefficients that d tv and d kl have in its gradient."""
+    share = torch.exp(-3 * alpha.detach())
+    nla = -alpha.clamp(min=SMALLEST_ALPHA).log()
+    lk = share * kl + (1 - share) * tv
+    loss = terms.ce * ce + terms.tv * tv + terms.kl * kl + terms.nla * nla + terms.lk * lk
+    d_nla = torch.where(alpha > SMALLEST_ALPHA, 1 / alpha, 0.0)
+    return loss, terms.tv + terms.nla * d_nla + terms.lk * (1 - share), terms.kl + terms.lk * share
+
+
+def terms_of_logits(logits: torch.Tensor, target_logits: torch.Tensor | None, labels: torch.Tensor,
+                    terms: LossTerms) -> SlotTerms:
+    """The readable reference, by autograd: final logits (M, V) of the drafter, of the target (or None)."""
+    logits = logits.float()
+    ce = F.cross_entropy(logits, labels, reduction="none")
+    correct = logits.argmax(-1) == labels
+    if target_logits is None:
+        return SlotTerms(terms.ce * ce, ce, correct)
+    log_p = logits.log_softmax(-1)
+    log_q = target_logits.float().log_softmax(-1)
+    p = log_p.exp()
+    q = log_q.exp()
+    tv = 0.5 * (p - q).abs().sum(-1)
+    kl = (q * (log_q - log_p)).sum(-1)
+    alpha = torch.minimum(p, q).sum(-1)
+    loss, _, _ = mix_terms(terms, ce, tv, kl, alpha)
+    return SlotTerms(loss, ce, correct, tv, kl, alpha)
+
+
+def terms_with_grad(logits: torch.Tensor, target_logits: torch.Tensor, labels: torch.Tensor,
+                    terms: LossTerms) -> tuple[torch.Tensor, ...]:
+    """terms_of_logits of fp32 logits (M, V) with the gradient written out.
+
+    -> loss, ce, correct, tv, kl, alpha, logsumexp of the target's logits (M,), d loss / d logits (M, V).
+    """
+    is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
+    correct = logits.argmax(-1) == labels
+    target_lse = target_logits.logsumexp(-1)
+    log_p = logits - logits.logsumexp(-1, keepdim=True)
+    log_q = target_logits - target_lse[:, None]
+    p = log_p.exp()
+    q = log_q.exp()
+    ce = -torch.where(is_label, log_p, 0.0).sum(-1)
+    tv = 0.5 * (p - q).abs().sum(-1)
+    kl = (q * (log_q - log_p)).sum(-1)
+    alpha = torch.minimum(p, q).sum(-1)
+    loss, tv_share, kl_share = mix_terms(terms, ce, tv, kl, alpha)
+
+    sign = (p - q).sign()
+    grad_tv = 0.5 * p * (sign - (p * sign).sum(-1, keepdim=True))
+    grad = terms.ce * (p - is_label.float()) + kl_share[:, None] * (p - q) + tv_share[:, None] * grad_tv
+    return loss, ce, correct, tv, kl, alpha, target_lse, grad
+
+
+def terms_and_grad(logits: torch.Tensor, target_logits: torch.Tensor, labels: torch.Tensor,
+                   softcap: float | None, terms: LossTerms) -> tuple[torch.Tensor, ...]:
+    """terms_with_grad of raw logits (M, V), whose place the gradient takes."""
+    capped = cap(logits.float(), softcap)
+    *values, grad = terms_with_grad(capped, cap(target_logits.float(), softcap), labels, terms)
+    if softcap is not None:
+        grad = grad * (1 - (capped / softcap).square())
+    return *values, logits.copy_(grad)
+
+
+def biased_terms_and_grad(logits: torch.Tensor, bias: torch.Tensor, target_logits: torch.Tensor,
+                          labels: torch.Tensor, terms: LossTerms) -> tuple[torch.Tensor, ...]:
+    """terms_with_grad of logits + bias (M, V); the gradient takes the place of the logits.
+
+    -> as terms_with_grad, with argmax of the logits alone == label before the gradient.
+    """
+    base = logits.float()
+    backbone_correct = base.argmax(-1) == labels
+    *values, grad = terms_with_grad(base + bias.float(), target_logits.float(), labels, terms)
+    return *values, backbone_correct, logits.copy_(grad)
+
+
+def candidate_probs_of(target_logits: torch.Tensor, target_lse: torch.Tensor, candidates: torch.Tensor,
+                       softcap: float | None) -> torch.Tensor:
+    """The target's probabilities (M, k_top) of the candidates. target_logits (M, V) are before the cap."""
+    return torch.exp(cap(target_logits.gather(1, candidates).float(), softcap) - target_lse[:, None])
+
+
+class FusedTerms(torch.autograd.Function):
+    """As FusedCE, with the target's distribution and the candidates of a selector. No more than one chunk's
+    logits of either are in memory."""
+
+    @staticmethod
+    def forward(ctx, hidden, head, labels, target_last, top_k, spec):
+        n_slots = labels.numel()
+        loss, ce, tv, kl, alpha = torch.zeros(5, n_slots, dtype=torch.float32, device=labels.device)
+        correct = torch.empty_like(labels, dtype=torch.bool)
+        candidates = labels.new_empty(n_slots, top_k)
+        candidate_probs = torch.empty(n_slots, top_k, dtype=torch.float32, device=labels.device)
+        grad = torch.empty_like(hidden)
+        for first in range(0, n_slots, spec.chunk):
+            rows = slice(first, first + spec.chunk)
+            logits = head.logits(hidden[rows])
+            if top_k:  # before the gradient takes their place
+                candidates[rows] = logits.topk(top_k, dim=-1).indices
+            if target_last is None:
+                ce[rows], correct[rows], grad_logits = spec.ce_and_grad(logits, labels[rows], head.softcap)
+                scale = spec.terms.ce
+            else:
+                target_logits = head.logits(target_last[rows])
+                (loss[rows], ce[rows], correct[rows], tv[rows], kl[rows], alpha[rows], target_lse,
+                 grad_logits) = spec.terms_and_grad(
+                     logits, target_logits, labels[rows], head.softcap, spec.terms)
+                scale = 1.0
+                if top_k:
+                    candidate_probs[rows] = candidate_probs_of(target_logits, target_lse, candidates[rows],
+                                                               head.softcap)
+            grad[rows] = scale * head.grad_hidden(grad_logits, hidden.dtype)
+        if target_last is None:
+            loss = spec.terms.ce * ce
+        ctx.save_for_backward(grad)
+        out = (loss, ce, correct, tv, kl, alpha, candidates, candidate_probs)
+        ctx.mark_non_differentiable(*out[1:])
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_loss, *_):
+        (grad,) = ctx.saved_tensors
+        nothing_for_the_rest = (None,) * 5
+        return grad * grad_loss[:, None].to(grad.dtype), *nothing_for_the_rest
+
+
+class FusedMarkov(torch.autograd.Function):
+    """The loss of a DSpark row, with the gradients of hidden states, embedded predecessors and W2 made in
+    forward.
+
+    W2's needs each slot's weight while the gradient of the chunk's logits is there: so chunks hold whole blocks
+    and their weights are made on the way. Returns sum w * loss, which alone has a gradient, and the slots'
+    terms.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, embedded, w2, head, labels, target_last, blocks, spec):
+        n_slots = labels.numel()
+        loss, ce, tv, kl, alpha, weights = torch.zeros(6, n_slots, dtype=torch.float32, device=labels.device)
+        correct = torch.empty_like(labels, dtype=torch.bool)
+        backbone_correct = torch.empty_like(correct)
+        grad_hidden = torch.empty_like(hidden)
+        grad_embedded = torch.empty_like(embedded)
+        grad_w2 = torch.zeros_like(w2, dtype=torch.float32)
+        for first in range(0, n_slots, spec.chunk):
+            rows = slice(first, first + spec.chunk)
+            logits = head.logits(hidden[rows])
+            bias = F.linear(embedded[rows], w2)
+            (loss[rows], ce[rows], correct[rows], tv[rows], kl[rows], alpha[rows], _, backbone_correct[rows],
+             grad_logits) = spec.biased_terms_and_grad(
+                 logits, bias, head.logits(target_last[rows]), labels[rows], spec.terms)
+            weights[rows] = blocks.weights_of_chunk(ce[rows], blocks.slots[rows])
+            weight = weights[rows, None].to(hidden.dtype)
+            grad_hidden[rows] = weight * head.grad_hidden(grad_logits, hidden.dtype)
+            grad_embedded[rows] = weight * (grad_logits @ w2)
+            grad_w2 += grad_logits.T @ (weight * embedded[rows])
+        ctx.save_for_backward(grad_hidden, grad_embedded, grad_w2.to(w2.dtype))
+        total = (weights * loss).sum()
+        out = (total, loss, ce, correct, tv, kl, alpha, backbone_correct)
+        ctx.mark_non_differentiable(*out[1:])
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_total, *_):
+        nothing_for_the_rest = (None,) * 5
+        return *(grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors), *nothing_for_the_rest
+
+
+def terms_of_chunk(hidden: torch.Tensor, labels: torch.Tensor, target_last: torch.Tensor | None,
+                   embedded: torch.Tensor | None, head: Head, markov_w2: nn.Module | None, top_k: int,
+                   terms: LossTerms) -> SlotTerms:
+    """The reference for one chunk of slots: embedded predecessors and markov_w2 where there is a bias."""
+    base = head(hidden)
+    logits = base if markov_w2 is None else base + markov_w2(embedded)
+    target_logits = None
+    if target_last is not None:
+        with torch.no_grad():
+            target_logits = head(target_last)
+    slots = terms_of_logits(logits, target_logits, labels, terms)
+    if markov_w2 is not None:
+        slots = slots._replace(backbone_correct=base.argmax(-1) == labels)
+    if top_k:
+        unary, candidates = logits.topk(top_k, dim=-1)
+        slots = slots._replace(unary=unary, candidates=candidates)
+        if target_logits is not None:
+            target_lse = target_logits.float().logsumexp(-1)
+            probs = candidate_probs_of(target_logits, target_lse, candidates, softcap=None)
+            slots = slots._replace(candidate_probs=probs)
+    return slots
+
+
+def in_chunks(function: Callable, chunk: int, rows: Sequence[torch.Tensor | None], *rest: object) -> list:
+    """function(*chunk of each of `rows`, *rest) -> its fields over all rows; made again in backward."""
+    n_rows = next(len(each) for each in rows if each is not None)
+    parts = []
+    for first in range(0, n_rows, chunk):
+        part = [each if each is None else each[first:first + chunk] for each in rows]
+        parts.append(checkpoint(function, *part, *rest, use_reentrant=False, preserve_rng_state=False))
+    return [None if fields[0] is None else torch.cat(fields) for fields in zip(*parts, strict=True)]
+
+
+def chunked_terms(inputs: "SlotInputs", head: Head, spec: "LossSpec", top_k: int = 0) -> SlotTerms:
+    """Terms of logits without a bias, in spec.form as in chunked_ce; M is a multiple of spec.chunk.
+
+    top_k: candidates to return for a selector.
+    """
+    if spec.form == "fused" and torch.is_grad_enabled() and inputs.hidden.requires_grad:
+        loss, ce, correct, tv, kl, alpha, candidates, probs = FusedTerms.apply(
+            inputs.hidden, head, inputs.labels, inputs.target_last, top_k, spec)
+        slots = SlotTerms(loss, ce, correct, candidates=candidates if top_k else None)
+        if inputs.target_last is None:
+            return slots
+        return slots._replace(tv=tv, kl=kl, alpha=alpha, candidate_probs=probs if top_k else None)
+    rows = (inputs.hidden, inputs.labels, inputs.target_last, None)
+    return SlotTerms(*in_chunks(terms_of_chunk, spec.chunk, rows, head, None, top_k, spec.terms))
+
+
+def selector_of_chunk(hidden: torch.Tensor, predecessors: torch.Tensor, labels: torch.Tensor,
+                      candidates: torch.Tensor, probs: torch.Tensor | None, unary: torch.Tensor | None,
+                      selector: CandidateSelector, head: Head, spec: "LossSpec") -> tuple[torch.Tensor, ...]:
+    """A selector's loss, whether its pick is the label, whether the label is a candidate: (M,) each.
+
+    Strictly the top k: a slot whose label is no candidate has no cross-entropy. Without `unary` the logits of
+    the candidates are computed from the hidden states.
+    """
+    if unary is None:
+        unary = head.at_tokens(hidden, candidates)
+    if spec.selector_detach:
+        hidden = hidden.detach()
+        unary = unary.detach()
+    scores = selector(hidden, predecessors, candidates, unary)
+    is_label = candidates == labels[:, None]
+    covered = is_label.any(-1)
+    ce = scores.logsumexp(-1) - torch.where(is_label, scores, 0.0).sum(-1)
+    loss = spec.selector_terms.ce * torch.where(covered, ce, 0.0)
+    if spec.selector_terms.tv:  # candidates that are left out have probability 0 in the selector
+        loss = loss + spec.selector_terms.tv * (1 - torch.minimum(scores.softmax(-1), probs).sum(-1))
+    picked = candidates.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
+    return loss, picked == labels, covered
+
+
+# ---------------------------------------------------------------------------------------- one row
 
 class LossSpec(NamedTuple):
     """How a row's loss is made; every field is a constant of the trainer."""
@@ -395,48 +818,192 @@ class LossSpec(NamedTuple):
     gamma: float
     form: str            # "checkpoint" | "fused"
     chunk: int           # rows of logits at a time
-    ce_and_grad: Callable = ce_and_grad  # of "fused"; may be compiled
+    ce_and_grad: Callable = ce_and_grad  # of "fused"; may be compiled, as the next two
+    terms_and_grad: Callable = terms_and_grad
+    biased_terms_and_grad: Callable = biased_terms_and_grad
+    terms: LossTerms = LossTerms()
+    selector_terms: LossTerms = LossTerms()  # dflash2: ce and tv
+    selector_detach: bool = False            # the selector's gradient ends at the backbone
+    confidence: float = 0.0                  # dspark: coefficient of the confidence head's cross-entropy
+
+    def needs_last(self, head: str) -> bool:
+        """Does the loss read the target's last hidden state, for its distribution?"""
+        selector = head == "dflash2" and self.selector_terms.soft
+        return self.terms.soft or selector or self.confidence > 0
 
 
-def layer_masks(c, make_mask, start, anchor, seq_len):
+class RowResult(NamedTuple):
+    """Sums and slots of one row's blocks. `correct` and `matches` are what the head's own decoding accepts:
+    along an unbroken run the true tokens are the decoded ones, so no walk is needed."""
+    loss: torch.Tensor     # () sum of w*loss, with gradient; see train_dflash.loss_denominator
+    weight: torch.Tensor   # () sum of w
+    ce: torch.Tensor       # (N, K) detached, 0 where a slot doesn't count
+    matches: torch.Tensor  # (N,) leading drafts that equal the label
+    correct: torch.Tensor  # (N, K) bool
+    backbone_correct: torch.Tensor | None = None  # (N, K) of the logits' argmax, without the head's part
+    covered: torch.Tensor | None = None           # (N, K) dflash2: the label is a candidate
+    tv: torch.Tensor | None = None                # () sum of w*tv
+    kl: torch.Tensor | None = None                # () sum of w*kl
+    expected_len: torch.Tensor | None = None      # (N,) tokens of a pass with sampled drafts
+    confidence_error: torch.Tensor | None = None  # (N, K) |sigmoid(confidence) - alpha|
+
+
+def layer_masks(c: DrafterConfig, make_mask: Callable, start: torch.Tensor, anchor: torch.Tensor,
+                seq_len: int) -> dict[str, object]:
     """One mask per layer type of config c."""
+    bidirectional = c.in_block == "bidirectional"
     masks = {}
     for layer_type in dict.fromkeys(c.layer_types):
-        masks[layer_type] = make_mask(start, anchor, seq_len, c.block_size, c.window(layer_type))
+        window = c.window(layer_type)
+        masks[layer_type] = make_mask(start, anchor, seq_len, c.block_size, window, bidirectional)
     return masks
 
 
-def row_loss(drafter, embed, head, batch, group, make_mask, spec):
-    """Forward and loss of a row's anchors in one group -> RowResult. embed, head: the target's, frozen."""
+class Blocks:
+    """Where the M counting slots of a row stand in its N blocks, and their weights."""
+
+    def __init__(self, slots: torch.Tensor, counted: torch.Tensor, config: DrafterConfig, spec: LossSpec):
+        """slots (M,), counted (N,): of one group of a Batch."""
+        self.spec = spec
+        self.first_slot = config.first_slot
+        self.n_slots = counted.numel() * config.block_size
+        self.slots = slots
+        self.draft = torch.arange(config.block_size, device=slots.device) + config.shift  # j = 1.. of slot k
+        self.counts = (self.draft >= 1) & (self.draft <= counted[:, None])                # (N, K)
+
+    def grid(self, values: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+        """(M,) -> (N, K), 0 where a slot doesn't count. slots: of the values, where they are not all."""
+        slots = self.slots if slots is None else slots
+        flat = values.new_zeros(self.n_slots + 1).index_put((slots,), values)  # padding goes to the last one
+        return torch.where(self.counts, flat[:-1].view(self.counts.shape), 0)
+
+    def weights(self, ce: torch.Tensor) -> torch.Tensor:
+        """ce (M,) -> (N, K)."""
+        return slot_weights(self.grid(ce), self.counts, self.spec.kind, self.spec.gamma,
+                            first_slot=self.first_slot)
+
+    def weights_of_chunk(self, ce: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Of slots (m,) that make whole blocks -> (m,), 0 for padding."""
+        weights = slot_weights(self.grid(ce, slots), self.counts, self.spec.kind, self.spec.gamma,
+                               first_slot=self.first_slot)
+        return F.pad(weights.flatten(), (0, 1))[slots]
+
+    def leading(self, correct: torch.Tensor) -> torch.Tensor:
+        """(N, K) bool -> (N,) how many drafts are right before the first wrong one."""
+        return correct[:, self.first_slot:].cumprod(1).sum(1)
+
+
+class SlotInputs(NamedTuple):
+    """What the loss of the M counting slots is made from."""
+    hidden: torch.Tensor              # (M, D) the drafter's
+    labels: torch.Tensor              # (M,)
+    predecessors: torch.Tensor        # (M,) the token before each label
+    target_last: torch.Tensor | None  # (M, D) the target's last hidden state, which makes the label
+
+
+def row_loss(drafter: Drafter, embed: nn.Module, head: Head, batch: Batch, group: int, make_mask: Callable,
+             spec: LossSpec, ramp: torch.Tensor | float = 1.0) -> RowResult:
+    """Forward and loss of a row's anchors in one group. embed, head: the target's, frozen.
+
+    ramp: dflash2's share of the selector's loss, a 0-dim tensor where it changes.
+    """
     config = drafter.config
     seq_len = batch.ids.numel()
     anchors = batch.anchors[group]
-    slots = batch.slots[group]
-    n_blocks = anchors.numel()
+    blocks = Blocks(batch.slots[group], batch.counted[group], config, spec)
+    target_hidden = batch.target_hidden
+    last = None
+    if spec.needs_last(config.head):
+        n_features = len(config.target_layer_ids) * config.hidden_size
+        last = target_hidden[0, :, n_features:]  # (S, D)
+        target_hidden = target_hidden[..., :n_features]
+
     slot = torch.arange(config.block_size, device=anchors.device)
     masks = layer_masks(config, make_mask, batch.starts[group], anchors, seq_len)
-
     inputs = torch.where(slot == 0, batch.ids[anchors][:, None], config.mask_token_id)
     # asking for a gradient nobody reads gives the first layer the graph of the others
     embeds = embed(inputs.view(1, -1)).requires_grad_(torch.is_grad_enabled())
     block_positions = (batch.positions[anchors][:, None] + slot).flatten()
-    hidden = drafter(batch.target_hidden, embeds, batch.positions, block_positions, masks)[0]  # (N*K, D)
+    hidden = drafter(target_hidden, embeds, batch.positions, block_positions, masks)[0]  # (N*K, D)
 
-    place = anchors[:, None] + slot  # (N, K) row index of each slot's token
-    labels = batch.ids[place.clamp(max=seq_len - 1)].flatten()[slots]
-    ce_of_slots, correct_slots = chunked_ce(hidden.index_select(0, slots), head, labels, spec.chunk, spec.form,
-                                            spec.ce_and_grad)
-    counts = (slot >= 1) & (slot <= batch.counted[group][:, None])  # (N, K)
+    real = blocks.slots.clamp(max=blocks.n_slots - 1)  # padding reads the last slot, and is left out later
+    label_at = (anchors[:, None] + blocks.draft).flatten()[real]  # row index of each slot's label
+    before = (label_at - 1).clamp(min=0, max=seq_len - 1)
+    inputs_of_loss = SlotInputs(
+        hidden.index_select(0, real), batch.ids[label_at.clamp(max=seq_len - 1)], batch.ids[before],
+        None if last is None else last[before])
+    loss_of_head = {"dflash": plain_loss, "dflash2": selector_loss, "dspark": markov_loss}[config.head]
+    return loss_of_head(drafter, head, inputs_of_loss, blocks, spec, ramp)
 
-    def in_blocks(values):  # (M,) -> (N, K); the padding of `slots` lands on slot 0 of block 0: it never counts
-        flat = values.new_zeros(n_blocks * config.block_size)
-        return flat.index_put((slots,), values).view(n_blocks, config.block_size)
 
-    ce = torch.where(counts, in_blocks(ce_of_slots), 0.0)
-    correct = in_blocks(correct_slots) & counts
-    weights = slot_weights(ce, counts, spec.kind, spec.gamma)
-    matches = correct[:, 1:].cumprod(1).sum(1)
-    return RowResult((weights * ce).sum(), weights.sum(), ce.detach(), matches, correct)
+def plain_loss(drafter: Drafter, head: Head, inputs: SlotInputs, blocks: Blocks, spec: LossSpec,
+               _: object) -> RowResult:
+    """DFlash: every slot by itself."""
+    if inputs.target_last is None:
+        ce, correct = chunked_ce(inputs.hidden, head, inputs.labels, spec.chunk, spec.form, spec.ce_and_grad)
+        slots = SlotTerms(spec.terms.ce * ce, ce, correct)
+    else:
+        slots = chunked_terms(inputs, head, spec)
+    weights = blocks.weights(slots.ce)
+    loss = (weights * blocks.grid(slots.loss)).sum()
+    return row_result(loss, weights, slots, slots.correct, blocks)
+
+
+def selector_loss(drafter: Drafter, head: Head, inputs: SlotInputs, blocks: Blocks, spec: LossSpec,
+                  ramp: torch.Tensor | float) -> RowResult:
+    """DFlash 2: the backbone's loss and `ramp` of the selector's, under the same weights."""
+    selector = drafter.candidate_selector
+    slots = chunked_terms(inputs, head, spec, selector.top_k)
+    rows = (inputs.hidden, inputs.predecessors, inputs.labels, slots.candidates, slots.candidate_probs,
+            slots.unary)
+    picked_loss, picked, covered = in_chunks(selector_of_chunk, spec.chunk, rows, selector, head, spec)
+    weights = blocks.weights(slots.ce)
+    loss = (weights * (blocks.grid(slots.loss) + ramp * blocks.grid(picked_loss))).sum()
+    result = row_result(loss, weights, slots, picked, blocks)
+    return result._replace(backbone_correct=blocks.grid(slots.correct), covered=blocks.grid(covered))
+
+
+def markov_loss(drafter: Drafter, head: Head, inputs: SlotInputs, blocks: Blocks, spec: LossSpec,
+                _: object) -> RowResult:
+    """DSpark: biased logits, and how sure the confidence head is of each draft."""
+    markov = drafter.markov_head
+    embedded = markov.markov_w1(inputs.predecessors)  # (M, r)
+    fused = spec.form == "fused" and torch.is_grad_enabled() and inputs.hidden.requires_grad
+    if fused and inputs.target_last is not None and head.softcap is None:
+        w2 = markov.markov_w2.weight
+        loss, *fields = FusedMarkov.apply(
+            inputs.hidden, embedded, w2, head, inputs.labels, inputs.target_last, blocks, spec)
+        slots = SlotTerms(*fields)
+        weights = blocks.weights(slots.ce)
+    else:
+        rows = (inputs.hidden, inputs.labels, inputs.target_last, embedded)
+        slots = SlotTerms(*in_chunks(terms_of_chunk, spec.chunk, rows, head, markov.markov_w2, 0, spec.terms))
+        weights = blocks.weights(slots.ce)
+        loss = (weights * blocks.grid(slots.loss)).sum()
+    result = row_result(loss, weights, slots, slots.correct, blocks)
+    result = result._replace(backbone_correct=blocks.grid(slots.backbone_correct))
+    if spec.confidence:
+        confidence = drafter.confidence_head(inputs.hidden, embedded).float()
+        accepted = slots.alpha.detach()
+        bce = F.binary_cross_entropy_with_logits(confidence, accepted, reduction="none")
+        error = (torch.sigmoid(confidence.detach()) - accepted).abs()
+        result = result._replace(loss=loss + spec.confidence * (weights * blocks.grid(bce)).sum(),
+                                 confidence_error=blocks.grid(error))
+    return result
+
+
+def row_result(loss: torch.Tensor, weights: torch.Tensor, slots: SlotTerms, correct: torch.Tensor,
+               blocks: Blocks) -> RowResult:
+    """correct (M,): of what the head's own decoding picks."""
+    correct = blocks.grid(correct)
+    result = RowResult(loss, weights.sum(), blocks.grid(slots.ce).detach(), blocks.leading(correct), correct)
+    if slots.alpha is None:
+        return result
+    alpha = blocks.grid(slots.alpha).detach()  # 0 where slots don't count: there the product ends
+    return result._replace(
+        tv=(weights * blocks.grid(slots.tv)).sum().detach(),
+        kl=(weights * blocks.grid(slots.kl)).sum().detach(),
+        expected_len=1 + alpha[:, blocks.first_slot:].cumprod(1).sum(1))
 
 
 # --------------------------------------------------------------------------------------- acceptance

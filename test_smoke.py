@@ -70,14 +70,15 @@ def what_the_drafter_gets(batch: md.Batch) -> tuple[list, list, torch.Tensor]:
         seen["mask"] = masks[FULL]
         return torch.zeros(1, embeds.shape[1], 8, requires_grad=True)
 
-    drafter.config = SimpleNamespace(
-        block_size=4, mask_token_id=MASK, layer_types=(FULL,), window=lambda layer: None)
+    drafter.config = md.DrafterConfig(
+        hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, vocab_size=64,
+        block_size=4, mask_token_id=MASK, target_layer_ids=(1,), num_target_layers=4, layer_types=(FULL,))
 
     def embed(ids):  # the embedding of a token is its id
         return ids[..., None].float()
 
     head = md.Head(torch.nn.Linear(8, 64))
-    spec = md.LossSpec("decay", md.default_gamma(4), "checkpoint", 128)
+    spec = md.LossSpec("decay", md.default_gamma(3), "checkpoint", 128)
     md.row_loss(drafter, embed, head, batch, 0, flex_utils.dense_mask, spec)
     return seen["ids"], seen["positions"], seen["mask"]
 
@@ -89,7 +90,7 @@ def test_anchors_and_the_slots_that_count():
     batch = example_batch([3, 4, 8, 9, 10])
     assert batch.counted[0].tolist() == [2, 1, 3, 2, 1]
     counts = (torch.arange(4) >= 1) & (torch.arange(4) <= batch.counted[0, :, None])
-    weights = md.slot_weights(torch.zeros(5, 4), counts, "decay", md.default_gamma(4)).tolist()
+    weights = md.slot_weights(torch.zeros(5, 4), counts, "decay", md.default_gamma(3)).tolist()
     assert weights[1] == [0, 1, 0, 0]
     assert weights[3][0] == 0 and weights[3][1] == 1 and weights[3][3] == 0
     assert close(weights[3][2], math.exp(-1 / 2))

@@ -391,7 +391,7 @@ class Replica:
         self.set_weights(weights)
 
         ce_and_grad = self.compile_for_thread(md.ce_and_grad)
-        gamma = GAMMA or md.default_gamma(config.block_size)
+        gamma = GAMMA or md.default_gamma(config.n_drafts)
         self.loss_spec = md.LossSpec(LOSS, gamma, LOSS_FORM, loss_chunk(config.block_size), ce_and_grad)
         if self.compiles:
             for module in (*self.drafter.layers, self.drafter.hidden_norm, self.drafter.norm):

@@ -40,45 +40,129 @@ def free_memory():
 
 # ------------------------------------------------------------------------------ the published files
 
-def config_json(c):
-    """-> the dict that z-lab's client, vLLM, SGLang and speculators read. Never the target's mrope keys or
+ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
+
+
+def config_json(c: DrafterConfig) -> dict:
+    """The dict that z-lab's client, vLLM, SGLang and speculators read. Never the target's mrope keys or
     partial_rotary_factor; without is_causal, engines take sliding = causal, full = bidirectional."""
     sliding = "sliding_attention" in c.layer_types
-    neutral = {"input_embedding_scale": 1.0, "final_logit_softcapping": None}
-    special = {k: getattr(c, k) for k in neutral if getattr(c, k) != neutral[k]}
-    return {
-        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": c.block_size,
-        "dflash_config": {"mask_token_id": c.mask_token_id, "target_layer_ids": list(c.target_layer_ids),
-                          "block_size": c.block_size, **special},
-        "num_target_layers": c.num_target_layers, "layer_types": list(c.layer_types),
-        "sliding_window": c.sliding_window if sliding else None, "use_sliding_window": sliding,
-        "max_window_layers": c.num_layers, "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size, "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads, "head_dim": c.head_dim,
-        "hidden_act": "silu", "rms_norm_eps": c.rms_norm_eps, "attention_bias": False,
-        "attention_dropout": 0.0, "initializer_range": c.initializer_range,
-        "max_position_embeddings": c.max_position_embeddings, "tie_word_embeddings": False,
-        "vocab_size": c.vocab_size, "dtype": "bfloat16", "torch_dtype": "bfloat16",
-        "bos_token_id": c.bos_token_id, "eos_token_id": c.eos_token_id, "pad_token_id": c.pad_token_id,
-        "rope_theta": c.rope_theta, "rope_scaling": None,
+    dflash_config = {
+        "mask_token_id": c.mask_token_id,
+        "target_layer_ids": list(c.target_layer_ids),
+        "block_size": c.block_size,
+    }
+    if c.input_embedding_scale != 1.0:
+        dflash_config["input_embedding_scale"] = c.input_embedding_scale
+    if c.final_logit_softcapping is not None:
+        dflash_config["final_logit_softcapping"] = c.final_logit_softcapping
+    if c.head == "dflash2":  # vLLM reads these nowhere else
+        dflash_config["conv_kernel_size"] = c.conv_taps
+        dflash_config["conv_group_size"] = c.conv_group
+        dflash_config["selector_rank"] = c.selector_rank
+        dflash_config["selector_top_k"] = c.selector_top_k
+    if c.output_multiplier != 1.0:
+        dflash_config["output_multiplier"] = c.output_multiplier
+    config = {
+        "architectures": [ARCHITECTURES[c.head]],
+        "model_type": "qwen3",
+        "block_size": c.block_size,
+        "dflash_config": dflash_config,
+        "num_target_layers": c.num_target_layers,
+        "layer_types": list(c.layer_types),
+        "sliding_window": c.sliding_window if sliding else None,
+        "use_sliding_window": sliding,
+        "max_window_layers": c.num_layers,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.rms_norm_eps,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": c.initializer_range,
+        "max_position_embeddings": c.max_position_embeddings,
+        "tie_word_embeddings": False,
+        "vocab_size": c.vocab_size,
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+        "bos_token_id": c.bos_token_id,
+        "eos_token_id": c.eos_token_id,
+        "pad_token_id": c.pad_token_id,
+        "rope_theta": c.rope_theta,
+        "rope_scaling": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
     }
+    if c.in_block == "bidirectional":
+        config["is_causal"] = False
+    if c.head == "dspark":  # flat, as DeepSpec writes it; sample_from_anchor in dflash_config would stop vLLM
+        config |= {
+            "mask_token_id": c.mask_token_id,
+            "target_layer_ids": list(c.target_layer_ids),
+            "num_anchors": c.num_anchors,
+            "markov_rank": c.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": c.confidence,
+            "confidence_head_with_markov": True,
+            "sample_from_anchor": True,
+        }
+    return config
 
 
-def config_from_json(j):
-    """The inverse, also for published drafters. Raises ValueError naming the key that is missing."""
+def config_from_json(j: dict) -> DrafterConfig:
+    """The inverse of config_json, also for published drafters. ValueError names the key that is missing, or
+    what of the file this trainer doesn't know."""
+    (architecture,) = j.get("architectures") or [ARCHITECTURES["dflash"]]
+    heads = {name: head for head, name in ARCHITECTURES.items()}
+    if architecture not in heads:
+        raise ValueError(f"config.json: architectures {architecture!r} is not one of {', '.join(heads)}")
+    head = heads[architecture]
     d = {**j, **j.get("dflash_config", {})}
+    if d.get("markov_head_type", "vanilla") != "vanilla":
+        raise ValueError(f"config.json: markov_head_type {d['markov_head_type']!r} is not 'vanilla'")
+    rope = d.get("rope_parameters") or {}
     try:
-        layers, rope = d["num_hidden_layers"], d.get("rope_parameters") or {}
+        n_layers = d["num_hidden_layers"]
+        sizes_of_head = {}
+        if head == "dflash2":
+            sizes_of_head = {
+                "conv_taps": d["conv_kernel_size"], "conv_group": d["conv_group_size"],
+                "selector_rank": d["selector_rank"], "selector_top_k": d["selector_top_k"],
+                "output_multiplier": float(d.get("output_multiplier", 1.0))}
+        elif head == "dspark":
+            sizes_of_head = {
+                "markov_rank": d["markov_rank"], "confidence": bool(d.get("enable_confidence_head", False)),
+                "num_anchors": d.get("num_anchors", 0)}
+        is_causal = d.get("is_causal")
         return DrafterConfig(
-            d["hidden_size"], d["intermediate_size"], layers, d["num_attention_heads"],
-            d["num_key_value_heads"], d.get("head_dim") or d["hidden_size"] // d["num_attention_heads"],
-            d["vocab_size"], d["block_size"], d["mask_token_id"], tuple(d["target_layer_ids"]),
-            d["num_target_layers"], tuple(d.get("layer_types") or ["full_attention"] * layers),
-            d.get("sliding_window"), float(d.get("rope_theta") or rope["rope_theta"]), d["rms_norm_eps"],
-            d.get("initializer_range", 0.02), d["max_position_embeddings"], d.get("bos_token_id"),
-            d.get("eos_token_id"), d.get("pad_token_id"), float(d.get("input_embedding_scale", 1.0)),
-            d.get("final_logit_softcapping"))
+            hidden_size=d["hidden_size"],
+            intermediate_size=d["intermediate_size"],
+            num_layers=n_layers,
+            num_heads=d["num_attention_heads"],
+            num_kv_heads=d["num_key_value_heads"],
+            head_dim=d.get("head_dim") or d["hidden_size"] // d["num_attention_heads"],
+            vocab_size=d["vocab_size"],
+            block_size=d["block_size"],
+            mask_token_id=d["mask_token_id"],
+            target_layer_ids=tuple(d["target_layer_ids"]),
+            num_target_layers=d["num_target_layers"],
+            layer_types=tuple(d.get("layer_types") or ["full_attention"] * n_layers),
+            sliding_window=d.get("sliding_window"),
+            rope_theta=float(d.get("rope_theta") or rope["rope_theta"]),
+            rms_norm_eps=d["rms_norm_eps"],
+            initializer_range=d.get("initializer_range", 0.02),
+            max_position_embeddings=d["max_position_embeddings"],
+            bos_token_id=d.get("bos_token_id"),
+            eos_token_id=d.get("eos_token_id"),
+            pad_token_id=d.get("pad_token_id"),
+            input_embedding_scale=float(d.get("input_embedding_scale", 1.0)),
+            final_logit_softcapping=d.get("final_logit_softcapping"),
+            head=head,
+            in_block="bidirectional" if is_causal is False and head != "dspark" else "by_type",
+            **sizes_of_head)
     except KeyError as e:
         raise ValueError(f"config.json of the drafter lacks {e}") from None
 
@@ -100,13 +184,19 @@ def load_drafter(directory):
     """-> (DrafterConfig, state dict on the CPU) of a checkpoint of ours or a published one."""
     if Path(directory, "latest").exists():
         raise ValueError(f"it is the OUT of a run: give {Path(directory, 'latest')} or {Path(directory, 'best')}")
-    return read_config(directory), load_file(Path(directory, "model.safetensors"))
+    weights = load_file(Path(directory, "model.safetensors"))
+    of_target = [name for name in weights if name.startswith(("embed_tokens.", "lm_head."))]
+    if of_target:  # DeepSpec's files hold them
+        print(f"{directory}: {', '.join(of_target)} left out, they are the target's")
+    published = {name.replace("_codebook.weight", "_codebook"): weights[name] for name in weights
+                 if name not in of_target}
+    return read_config(directory), published
 
 
 def differences(ours, theirs):
     """Fields in which two configs can't share weights or meaning: 'name: ours X, theirs Y' lines."""
     free = {"initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
-            "rms_norm_eps", "input_embedding_scale"}
+            "rms_norm_eps", "input_embedding_scale", "num_anchors"}
     a, b = asdict(ours), asdict(theirs)
     return [f"{k}: {a[k]} here, {b[k]} there" for k in a if k not in free and a[k] != b[k]]
 

@@ -2,7 +2,8 @@
 
     speculative_generate    one prompt; greedy or sampled, the target's own answer or distribution
       |- LiveTarget           the target in the middle of an answer
-      |- draft_block          the drafter's tokens after one known token
+      |- block_hidden         the drafter's forward of one block
+      |- draft_tokens         its tokens: all at once, or the head's walk
       `- accept_*             how many of them the target agrees with
     decode_both_ways        beside transformers' own generate()
 
@@ -20,7 +21,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTra
 from dflash_trainer.errors import require
 from dflash_trainer.features import Taps
 from flex_utils import dense_mask
-from model_drafter import Drafter, Head, layer_masks
+from model_drafter import CandidateSelector, Drafter, Head, MarkovHead, cap, layer_masks
 
 # ------------------------------------------------------------------------------------- the target
 
@@ -92,9 +93,20 @@ class DraftCache:
         return k, v
 
 
-def draft_block(drafter: Drafter, embed: nn.Module, head: Head, target_hidden: torch.Tensor,
-                token: torch.Tensor, past: int, cache: DraftCache) -> torch.Tensor:
-    """Logits (K-1, V) for the tokens after `token` (1,), which stands at position past + new.
+def probabilities(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return torch.softmax(logits.float() / temperature, -1)
+
+
+def pick(logits: torch.Tensor, temperature: float, generator: torch.Generator | None) -> torch.Tensor:
+    """logits (T, V) -> one token a row (T,): the likeliest at temperature 0, else drawn."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    return torch.multinomial(probabilities(logits, temperature), 1, generator=generator)[:, 0]
+
+
+def block_hidden(drafter: Drafter, embed: nn.Module, target_hidden: torch.Tensor, token: torch.Tensor,
+                 past: int, cache: DraftCache) -> torch.Tensor:
+    """Hidden states (J, D) of the slots that draft after `token` (1,), which stands at position past + new.
 
     target_hidden (1, new, L*D): of the tokens just accepted, after the `past` ones that cache holds.
     """
@@ -109,21 +121,62 @@ def draft_block(drafter: Drafter, embed: nn.Module, head: Head, target_hidden: t
     block_pos = torch.arange(position, position + c.block_size, device=device)
     masks = layer_masks(c, dense_mask, start, anchor, position)
     hidden = drafter(target_hidden, embed(inputs), context_pos, block_pos, masks, cache)
-    return head(hidden[0, 1:])
+    return hidden[0, c.first_slot:]
+
+
+def draft_tokens(drafter: Drafter, head: Head, hidden: torch.Tensor, token: torch.Tensor, temperature: float,
+                 generator: torch.Generator | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """hidden (J, D) of a block whose anchor is `token` (1,) -> drafted tokens (J,), the distributions (J, V)
+    that they were drawn from (None at temperature 0).
+
+    A plain drafter picks all at once. The heads walk: each token is picked knowing the one before it.
+    """
+    config = drafter.config
+    if config.head == "dflash2":
+        selector = drafter.candidate_selector
+        return walk_selector(selector, head, config.output_multiplier, hidden, token, temperature, generator)
+    if config.head == "dspark":
+        return walk_markov(drafter.markov_head, head, hidden, token, temperature, generator)
+    logits = head(hidden)
+    tokens = pick(logits, temperature, generator)
+    return tokens, None if temperature == 0 else probabilities(logits, temperature)
+
+
+def walk_selector(selector: CandidateSelector, head: Head, multiplier: float, hidden: torch.Tensor,
+                  token: torch.Tensor, temperature: float,
+                  generator: torch.Generator | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """DFlash 2: of each slot's candidates the best scored one, given the token before. Otherwise as
+    draft_tokens; no other token than a candidate has a probability."""
+    logits = cap(head.logits(hidden) * multiplier, head.softcap)
+    unary, candidates = logits.topk(selector.top_k, dim=-1)
+    tokens = []
+    proposal = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
+    for j in range(len(hidden)):
+        scores = selector(hidden[j:j + 1], token, candidates[j:j + 1], unary[j:j + 1])  # (1, k_top)
+        chosen = pick(scores, temperature, generator)
+        token = candidates[j, chosen]
+        tokens.append(token)
+        if temperature:
+            proposal[j, candidates[j]] = probabilities(scores[0], temperature)
+    return torch.cat(tokens), proposal if temperature else None
+
+
+def walk_markov(markov: MarkovHead, head: Head, hidden: torch.Tensor, token: torch.Tensor, temperature: float,
+                generator: torch.Generator | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """DSpark: all logits, biased by the token before. Otherwise as draft_tokens."""
+    base = head(hidden)
+    tokens = []
+    proposal = []
+    for j in range(len(hidden)):
+        logits = base[j:j + 1] + markov.bias(token)  # (1, V)
+        token = pick(logits, temperature, generator)
+        tokens.append(token)
+        if temperature:
+            proposal.append(probabilities(logits, temperature))
+    return torch.cat(tokens), torch.cat(proposal) if temperature else None
 
 
 # ------------------------------------------------------------------------------------- acceptance
-
-def probabilities(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    return torch.softmax(logits.float() / temperature, -1)
-
-
-def pick(logits: torch.Tensor, temperature: float, generator: torch.Generator | None) -> torch.Tensor:
-    """logits (T, V) -> one token a row (T,): the likeliest at temperature 0, else drawn."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    return torch.multinomial(probabilities(logits, temperature), 1, generator=generator)[:, 0]
-
 
 def accept_greedy(draft: torch.Tensor, target_logits: torch.Tensor) -> tuple[int, torch.Tensor]:
     """draft (J,), target_logits (J+1, V) -> (number accepted, the target's own next token (1,))."""
@@ -173,15 +226,14 @@ def speculative_generate(drafter: Drafter, embed: nn.Module, head: Head, target:
         past = 0                     # tokens that the drafter's cache holds
         while answer[-1] not in stop_ids and len(answer) < max_new_tokens:
             token = input_ids.new_tensor(answer[-1:])
-            draft_logits = draft_block(drafter, embed, head, context, token, past, draft_cache)
-            draft = pick(draft_logits, temperature, generator)
+            hidden = block_hidden(drafter, embed, context, token, past, draft_cache)
+            draft, proposal = draft_tokens(drafter, head, hidden, token, temperature, generator)
             past = length
             logits, context = live.forward(torch.cat([token, draft])[None])
             if temperature == 0:
                 n, bonus = accept_greedy(draft, logits)
             else:
-                n, bonus = accept_sampled(draft, probabilities(draft_logits, temperature),
-                                          probabilities(logits, temperature), generator)
+                n, bonus = accept_sampled(draft, proposal, probabilities(logits, temperature), generator)
             new = torch.cat([draft[:n], bonus]).tolist()
             new = until_stop(new[:max_new_tokens - len(answer)], stop_ids)
             live.keep(len(new))

@@ -209,7 +209,7 @@ def test_worked_example_slots():
     slots = make_slots((12,), [(3, 6), (8, 12)], [3, 4, 8, 9, 10], n_anchors=7, chunk=8)
     assert slots.counted[0].tolist() == [2, 1, 3, 2, 1, 0, 0]
     assert slots.anchors[0].tolist() == [3, 4, 8, 9, 10, 0, 0] and slots.starts[0].tolist() == [0] * 7
-    assert slots.slots[0].tolist() == [1, 2, 5, 9, 10, 11, 13, 14, 17] + [0] * 7  # padded to two chunks of 8
+    assert slots.slots[0].tolist() == [1, 2, 5, 9, 10, 11, 13, 14, 17] + [28] * 7  # padded to two chunks of 8
     assert slots.positions.tolist() == list(range(12))
 
 
@@ -287,7 +287,7 @@ def test_input_of_a_block_is_anchor_then_masks_at_the_positions_of_its_own_conve
 @pytest.mark.parametrize("kind", ["decay", "dpace"])
 def test_row_without_a_valid_anchor_has_loss_zero_and_no_nan(kind, form):
     slots = make_slots((8,), [], [], n_anchors=3)
-    assert slots.counted[0].tolist() == [0] * 3 and slots.slots[0].tolist() == [0] * 4
+    assert slots.counted[0].tolist() == [0] * 3 and slots.slots[0].tolist() == [12] * 4
     drafter = drafter_of(config())
     result = loss_of_row(
         drafter,
@@ -494,7 +494,7 @@ def test_weights_carry_no_gradient():
 
 
 def test_default_gamma():
-    assert [md.default_gamma(k) for k in (16, 10, 8, 4, 5, 32)] == [7, 5, 4, 2, 2.5, 16]
+    assert [md.default_gamma(drafts) for drafts in (15, 9, 7, 3, 4, 31)] == [7, 5, 4, 2, 2.5, 16]
 
 
 def test_first_loss_of_a_random_drafter_is_near_ln_v():
