@@ -62,8 +62,10 @@ class TappedForward:
     A decoder with more to it, or one that waits for its device, runs eagerly and says so.
     """
 
-    def __init__(self, decoder: torch.nn.Module, ids: Sequence[int], log: Callable[[str], object] = print):
+    def __init__(self, decoder: torch.nn.Module, ids: Sequence[int], log: Callable[[str], object] = print,
+                 parts: object = None):
         self.decoder = decoder
+        self.parts = parts     # compiled_target.CompiledParts of the decoder, or None
         self.taps = Taps(decoder.layers, ids)
         self.layers = decoder.layers[:max(ids) + 1]
         self.log = log
@@ -75,6 +77,8 @@ class TappedForward:
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         if ids.shape in self.graphs:
             return self.replay(ids)
+        if self.parts and ids.shape not in self.parts.checked:
+            self.parts.check(ids.shape, lambda: self.eager(ids))
         if ids.is_cuda and not self.refused:
             return self.capture_and_check(ids)
         return self.eager(ids)

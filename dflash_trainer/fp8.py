@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
+import safetensors
 import torch
 from torch import nn
 
@@ -27,6 +28,7 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
 MULTIPLE = 16                    # of both edges of a weight, says torch._scaled_mm
 SMALLEST_LAYER = 128             # outputs; routers and gates have fewer: nothing to gain, much to spoil
+SCALE_NAME = "_scale_inv"        # what published checkpoints add to a weight's name
 FORMS = ("row-wise", "per tensor")
 
 # -------------------------------------------------------------------------------------- the product
@@ -89,15 +91,15 @@ def find_form(device: torch.device, setting: str) -> str:
         if error < 0.02:
             return form
         reasons.append(f"{form}: a product is off by {error:.2g}")
-    raise UserError(f"{setting}: {device} can't multiply fp8 matrices (GPUs from compute capability 8.9 on can): "
-                    f"{'; '.join(reasons)}")
+    raise UserError(f"{setting}: {device} can't multiply fp8 matrices (GPUs from compute capability 8.9 on "
+                    f"can): {'; '.join(reasons)}")
 
 
 def require_shape(name: str, weight: torch.Tensor, setting: str) -> None:
     """UserError where torch._scaled_mm can't take a weight of this shape."""
     fits = all(size % MULTIPLE == 0 for size in weight.shape)
-    require(fits, f"{setting}: {name} is {' x '.join(map(str, weight.shape))}, fp8 products take multiples of "
-                  f"{MULTIPLE}")
+    shape = " x ".join(map(str, weight.shape))
+    require(fits, f"{setting}: {name} is {shape}, fp8 products take multiples of {MULTIPLE}")
 
 
 # --------------------------------------------------------------------------------- a target's layers
@@ -190,7 +192,8 @@ class Fp8Head(nn.Module):
     hidden states' gradient (fp8 products read both matrices along the sum). Like md.Head it offers
     logits(), forward() and grad_hidden()."""
 
-    def __init__(self, head: "md.Head", form: str, setting: str, compiled: Callable = lambda function: function):
+    def __init__(self, head: "md.Head", form: str, setting: str,
+                 compiled: Callable = lambda function: function):
         super().__init__()
         weight = head.linear.weight.data
         require_shape("the head", weight, setting)
@@ -211,9 +214,10 @@ class Fp8Head(nn.Module):
         flat = self.logits(hidden.reshape(-1, hidden.shape[-1]))
         return md.cap(flat, self.softcap).view(*hidden.shape[:-1], -1)
 
-    def grad_hidden(self, grad: torch.Tensor | tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Gradient of the logits -> of the hidden states (M, D). As ce_and_grad() below writes it: e4m3 (M, V)
-        of LARGEST times the gradient; else (e4m3 values, scales (M, 1)); else in another dtype."""
+    def grad_hidden(self, grad: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+                    dtype: torch.dtype) -> torch.Tensor:
+        """Gradient of the logits (M, V) -> of the hidden states (M, D), in `dtype`. grad: e4m3, LARGEST times the
+        gradient as ce_and_grad() below writes it; (e4m3, scales (M, 1)); or another dtype."""
         if isinstance(grad, tuple):
             values, scale = grad
         elif grad.dtype == E4M3:
@@ -226,8 +230,8 @@ class Fp8Head(nn.Module):
 
 def ce_and_grad(logits: torch.Tensor, labels: torch.Tensor, softcap: float | None
                 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """md.ce_and_grad whose gradient is e4m3 of LARGEST times it: with one label a row every entry lies in -1..1,
-    so that no pass over the logits looks for the largest."""
+    """md.ce_and_grad whose gradient is e4m3 of LARGEST times it: with one label a row every entry lies in
+    -1..1, so that no pass over the logits looks for the largest."""
     ce, correct, grad = md.ce_with_grad(logits, labels, softcap)
     return ce, correct, (grad * LARGEST).to(E4M3)
 
@@ -240,15 +244,14 @@ class BlockScales:
 
     transformers gives the fp8 values as they are in another dtype, which is exact; scale() does the rest.
     """
-    SUFFIX = "_scale_inv"
-
-    def __init__(self, files: dict[str, Path], block: tuple[int, int], is_other_part: "re.Pattern"):
-        """files: name of every tensor -> the safetensors file that holds it."""
+    def __init__(self, files: dict[str, Path], block: list[int] | None):
+        """files: name of every tensor -> the safetensors file that holds it. block: None for one scale a
+        weight."""
         self.block = block
-        self.where = {}  # name of the weight, without what stands before "layers.3." -> (file, name of its scale)
+        self.where = {}  # name of the weight from "layers.3." on -> (file, name of its scale)
         for name, path in files.items():
-            if name.endswith(self.SUFFIX) and not is_other_part.search(name):
-                self.where[self.short(name.removesuffix(self.SUFFIX))] = (path, name)
+            if name.endswith(SCALE_NAME):
+                self.where[self.short(name.removesuffix(SCALE_NAME))] = (path, name)
 
     @staticmethod
     def short(name: str) -> str:
@@ -258,7 +261,6 @@ class BlockScales:
 
     def scale(self, module: nn.Module, prefix: str) -> int:
         """Multiply the weights below `module`, named with `prefix`, by their scales. -> how many had one."""
-        import safetensors
         count = 0
         for name, weight in module.named_parameters(prefix):
             if (entry := self.where.pop(self.short(name), None)) is None:
@@ -270,9 +272,18 @@ class BlockScales:
             count += 1
         return count
 
+    def require_all_used(self, what: str) -> None:
+        left = sorted(name for _, name in self.where.values())
+        require(not left, f"{what}: {len(left)} scales belong to no weight of the model (experts that "
+                          f"transformers joins into one weight can't be scaled: take the bf16 checkpoint): "
+                          f"{', '.join(left[:5])}")
 
-def scale_blocks(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """values (N, K), scale (ceil(N/bn), ceil(K/bk)) -> fp32 products; the last blocks may be smaller."""
+
+def scale_blocks(values: torch.Tensor, scale: torch.Tensor, block: list[int] | None) -> torch.Tensor:
+    """values (N, K), scale (ceil(N/bn), ceil(K/bk)) or one number -> fp32 products. The last blocks may be
+    smaller."""
+    if block is None or scale.numel() == 1:
+        return values.float() * scale.float()
     n_rows, n_columns = values.shape
     wide = scale.float().repeat_interleave(block[0], 0)[:n_rows]
     wide = wide.repeat_interleave(block[1], 1)[:, :n_columns]

@@ -17,10 +17,12 @@ def mean(values: Sequence[float]) -> float:
 
 def why_not_learning(losses: Sequence[float], grad_norms: Sequence[float],
                      accept_len: float) -> str | None:
-    """losses, grad_norms: of every finite step since this process started, in order; accept_len: tokens a
-    pass by the last log line. -> what is wrong and where to look, or None.
+    """What is wrong and where to look, or None.
 
-    A drafter that starts trained (INIT_FROM, a resume) may rest at its first loss: what it drafts is accepted.
+    losses, grad_norms: of every finite step since this process started, in order; accept_len: tokens a pass
+    by the last log line.
+
+    A drafter that starts trained (INIT_FROM, a resume) may rest at its first loss: it is accepted.
     """
     latest_norms = grad_norms[-ZERO_STEPS:]
     if len(latest_norms) == ZERO_STEPS and not any(latest_norms):

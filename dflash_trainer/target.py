@@ -12,9 +12,11 @@ A target is a hub id, a directory, or random:DIR: the config in DIR, weights mad
 import importlib.util
 import inspect
 import json
+import logging
 import re
 import sys
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file
 
+from dflash_trainer import fp8
 from dflash_trainer.errors import first_line, require, user_error_on
 from dflash_trainer.features import Taps
 from dflash_trainer.token_cache import render
@@ -35,6 +38,12 @@ KERNELS = (  # package, module, function, and what its absence costs
     ("flash-linear-attention", "fla", "chunk_gated_delta_rule", "the target runs about 1.6 times slower (760 "
      "against 464 ms per 4,096 tokens at Qwen3.6-27B size on an H200)"),
     ("causal-conv1d", "causal_conv1d", "causal_conv1d_fn", "its convolutions run in plain PyTorch"))
+OTHER_FORMATS = {  # of quantised checkpoints -> packages that transformers reads them with
+    "gptq": "accelerate and gptqmodel",
+    "awq": "accelerate and gptqmodel",
+    "bitsandbytes": "accelerate and bitsandbytes",
+    "compressed-tensors": "accelerate and compressed-tensors",
+    "modelopt": "a loader that transformers lacks (NVFP4 and the like, of NVIDIA's modelopt)"}
 KNOWN_MASK_IDS = dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), 248070)
 
 
@@ -133,37 +142,145 @@ def embedding_scale(embedding):
     return 1.0 if scale is None else float(torch.as_tensor(scale).to(embedding.weight.dtype))
 
 
-def load_model(target, device, dtype, seed, tick=lambda: None):
+def load_model(target, device, dtype, seed, tick=lambda: None, precision="bf16"):
     """The whole frozen target on `device`. In the main thread, before any other exists: concurrent
-    from_pretrained calls leave meta tensors and a wrong default dtype behind in silence."""
+    from_pretrained calls leave meta tensors and a wrong default dtype behind in silence.
+
+    precision "fp8": its layers' linear weights are quantised as they arrive, embedding and head stay `dtype`.
+    """
+    arrival = Arrival(torch.device(device), precision)
     config = load_config(target)
     if model_path(target) != target:
         torch.manual_seed(seed)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        for i, layer in enumerate(model.get_decoder().layers):
+            arrival.layer(layer, i)
     else:
-        model = from_files(target, config, device, dtype, tick)
+        model = from_files(target, config, device, dtype, tick, arrival)
+    if arrival.form:
+        layers = model.get_decoder().layers
+        size = sum(p.nbytes for p in layers.parameters()) / 2**30
+        print(f"TARGET_PRECISION = fp8: {arrival.quantised} linear layers in fp8, products {arrival.form}; "
+              f"the target's layers take {size:.2f} GiB; embedding and head are in {dtype}")
     return model.eval().requires_grad_(False)
 
 
-def from_files(target, config, device, dtype, tick):
+class Arrival:
+    """What happens to a layer's weights when they are on their device: block scales of the file are applied,
+    then they are quantised where the target runs in fp8."""
+
+    def __init__(self, device, precision):
+        self.setting = f"TARGET_PRECISION = {precision}"
+        self.form = fp8.find_form(device, self.setting) if precision == "fp8" else None
+        self.scales = None
+        self.quantised = self.scaled = 0
+
+    def layer(self, layer, i):
+        if self.scales:
+            self.scaled += self.scales.scale(layer, f"layers.{i}")
+        if self.form:
+            self.quantised += fp8.quantize_layers(layer, self.form, self.setting, f"layers.{i}")
+
+
+def quantisation_of(config):
+    """-> (method, the checkpoint's description of it) or (None, {})."""
+    for part in (config, config.get_text_config()):
+        if given := getattr(part, "quantization_config", None):
+            given = given if isinstance(given, dict) else given.to_dict()
+            return str(given["quant_method"]), given
+    return None, {}
+
+
+def from_files(target, config, device, dtype, tick, arrival):
     """transformers maps the files into memory, and a weight is read when its layer moves: the host holds no
-    copy, unless the files' dtype is another. Its device_map needs accelerate: only quantised weights, whose
-    loaders ask for that anyhow and which can't be moved afterwards, go that way."""
+    copy, unless the files' dtype is another. FP8 checkpoints with a scale per block are read as if they
+    weren't quantised, and scaled layer by layer. transformers' device_map needs accelerate: only weights in
+    another format, whose loaders ask for that anyhow and which can't be moved afterwards, go that way."""
     what, options = f"TARGET = {target}", {}
-    if quantised := getattr(config, "quantization_config", None):
-        method = quantised["quant_method"] if isinstance(quantised, dict) else quantised.quant_method
-        what, options = f"{what} (quantised: {method})", {"device_map": {"": device}}
-    with user_error_on(f"{what}: weights can't be loaded", OSError, ValueError, ImportError, RuntimeError,
-                  safetensors.SafetensorError):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            target, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options)
-        check_weights(what, model, info, checkpoint_names(target))
-        parts, hidden = [*model.get_decoder().layers, model], not sys.stderr.isatty()
-        for part in tqdm(() if quantised else parts, f"target to {device}", unit="layer", disable=hidden):
-            part.to(device)
+    method, description = quantisation_of(config)
+    trouble = f"{what}: weights can't be loaded"
+    files = stored_tensors(target) if method == "fp8" else {}
+    if method:
+        what = f"{what} (quantised: {method})"
+        needs = OTHER_FORMATS.get(method, "accelerate and the package of that format")
+        trouble = (f"{what}: weights can't be loaded: they need {needs}; a bf16 or FP8 checkpoint needs no "
+                   "package")
+        require(not arrival.form or method == "fp8",
+                f"{arrival.setting}: {what}; take its bf16 or FP8 checkpoint")
+        options = {"device_map": {"": device}}
+    if method == "fp8":
+        trouble = f"{what}: weights can't be loaded"
+        arrival.scales = block_scales(what, files, description)
+        for part in {id(c): c for c in (config, config.get_text_config())}.values():
+            if hasattr(part, "quantization_config"):
+                del part.quantization_config
+        options = {"config": config}
+    with user_error_on(trouble, OSError, ValueError, ImportError, RuntimeError, KeyError,
+                       safetensors.SafetensorError):
+        with scales_are_no_surprise(arrival.scales):
+            model, info = AutoModelForCausalLM.from_pretrained(
+                target, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+        if arrival.scales:
+            unknown = [key for key in info["unexpected_keys"] if not key.endswith(fp8.SCALE_NAME)]
+            info = {**info, "unexpected_keys": unknown}
+        check_weights(what, model, info, files or checkpoint_names(target))
+        hidden = not sys.stderr.isatty()
+        moves = [] if method and not arrival.scales else list(enumerate(model.get_decoder().layers))
+        for i, layer in tqdm(moves, f"target to {device}", unit="layer", disable=hidden):
+            layer.to(device)
+            arrival.layer(layer, i)
             tick()
+        if moves:
+            model.to(device)
+    if arrival.scales:
+        arrival.scaled += arrival.scales.scale(model, "")
+        arrival.scales.require_all_used(what)
+        print(f"{what}: {arrival.scaled} weights multiplied by the scales of their blocks"
+              + ("" if arrival.form else f", in {dtype} from here on; TARGET_PRECISION = fp8 keeps fp8"))
     return model
+
+
+def stored_tensors(target):
+    """{name: (safetensors file, dtype as the file names it)} of a checkpoint."""
+    index = cached_file(target, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
+    names = ["model.safetensors"]
+    if index:
+        names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+    found = {}
+    with user_error_on(f"TARGET = {target}: weights can't be loaded", OSError, safetensors.SafetensorError):
+        for name in names:
+            path = cached_file(target, name)
+            with safetensors.safe_open(path, "pt") as file:
+                for key in file.keys():  # noqa: SIM118
+                    found[key] = (path, file.get_slice(key).get_dtype())
+    return found
+
+
+def block_scales(what, files, description):
+    """The scales of an FP8 checkpoint. UserError where a weight in fp8 has none."""
+    ours = {name: entry for name, entry in files.items() if not OTHER_PART.search(name)}
+    in_fp8 = [name for name, (_, dtype) in ours.items() if dtype == "F8_E4M3"]
+    bare = sorted(name for name in in_fp8 if name + fp8.SCALE_NAME not in ours)
+    require(not bare, f"{what}: {len(bare)} weights in fp8 have no scale beside them (NAME{fp8.SCALE_NAME}): "
+                      f"{', '.join(bare[:5])}")
+    paths = {name: path for name, (path, _) in ours.items()}
+    scales = fp8.BlockScales(paths, description.get("weight_block_size"))
+    require(scales.where, f"{what}: no weight has a scale beside it (NAME{fp8.SCALE_NAME})")
+    return scales
+
+
+@contextmanager
+def scales_are_no_surprise(scales):
+    """transformers warns about each tensor it doesn't know; the scales are read afterwards."""
+    loader = logging.getLogger("transformers.modeling_utils")
+    level = loader.level
+    if scales:
+        loader.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        loader.setLevel(level)
 
 
 def check_weights(what, model, info, names):
