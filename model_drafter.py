@@ -433,27 +433,31 @@ def cap(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
 
 
 class Head(nn.Module):
-    """The target's frozen output layer, with its soft cap if any. hidden (M, D) -> logits (M, V).
+    """The target's frozen output layer, with the factor on its logits and its soft cap if it has these.
+    hidden (M, D) -> logits (M, V).
 
     A fused loss needs the two products of it that another class may compute in another precision: logits()
     and grad_hidden(), which gets the gradient as the loss wrote it.
     """
 
-    def __init__(self, linear: nn.Linear, softcap: float | None = None):
+    def __init__(self, linear: nn.Linear, softcap: float | None = None, scale: float = 1.0):
         super().__init__()
         self.linear = linear
         self.softcap = softcap
+        self.scale = scale
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return cap(self.logits(hidden), self.softcap)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Before the soft cap."""
-        return self.linear(hidden)
+        logits = self.linear(hidden)
+        return logits if self.scale == 1 else logits * self.scale
 
     def grad_hidden(self, grad_logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """d loss / d logits() (M, V) -> d loss / d hidden (M, D)."""
-        return torch.mm(grad_logits, self.linear.weight).to(dtype)
+        grad = torch.mm(grad_logits, self.linear.weight)
+        return (grad if self.scale == 1 else grad * self.scale).to(dtype)
 
     def at_tokens(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """hidden (M, D), tokens (M, k) -> forward()'s logits of those tokens alone (M, k)."""

@@ -52,6 +52,7 @@ from dflash_trainer.errors import require, user_error_on
 from dflash_trainer.features import TappedForward, choose_target_batches
 from dflash_trainer.rows import EvalRows, Row, RowStream, inspect_data
 from dflash_trainer.run_log import LogFiles, RowStats, RunLog, StepStats
+from dflash_trainer.target_config import drafter_config, load_config, load_tokenizer
 from dflash_trainer.token_cache import Settings, build_conversations
 from dflash_trainer.workers import Workers, start_thread
 
@@ -298,7 +299,8 @@ def choose_batches(decoder, rows, *held_out):
     """Choose the (batch, length) shapes for the target: cheapest for the training rows, long enough for the
     held-out ones."""
     longest = max(int(each.conversations.lengths.max()) for each in (rows, *held_out) if each)
-    return choose_target_batches(rows.conversations.lengths, longest, SEQ_LEN, target.call_tokens(decoder))
+    overhead = target.overhead_in_tokens(decoder)
+    return choose_target_batches(rows.conversations.lengths, longest, SEQ_LEN, overhead)
 
 
 def target_features(forward, row, batches, gate, device):
@@ -760,7 +762,7 @@ def load_models(config, data, state, tokenizer, links, n_machines, workers) -> M
     with workers.slow():  # TARGET may have to be downloaded
         model = load_target(target_devices[0], workers.tick)
     embed = model.get_input_embeddings()
-    head = target.head_of(model)
+    head = target.make_head(model)
     decoder = model.get_decoder()
     config = replace(config, input_embedding_scale=target.embedding_scale(embed))
     target.report_kernels(decoder)
@@ -793,9 +795,9 @@ def build(workers, machines, out) -> Run:
     """Everything before the threads, in stages: data, where to start, target and drafters."""
     frozen = settings.snapshot(THIS_MODULE)
     files = LogFiles(out)
-    target_config = target.load_config(TARGET)
-    tokenizer = target.load_tokenizer(TARGET)
-    config = target.drafter_config(
+    target_config = load_config(TARGET)
+    tokenizer = load_tokenizer(TARGET)
+    config = drafter_config(
         TARGET, target_config, tokenizer, BLOCK_SIZE, DRAFT_LAYERS, LAYER_TYPES, SLIDING_WINDOW,
         TARGET_LAYER_IDS, MASK_TOKEN_ID, INIT_STD)
     start.preflight(frozen, config, out, machines.rank)
@@ -933,14 +935,14 @@ def open_checkpoint():
     require(CKPT, "CKPT is empty: name a checkpoint directory")
     start.require_devices("TARGET_DEVICES", TARGET_DEVICES[:1])
     config, weights = start.load_drafter("CKPT", CKPT)
-    target.load_config(TARGET)  # a TARGET that isn't there is said before its tokenizer is missed
-    tokenizer = target.load_tokenizer(TARGET)
+    load_config(TARGET)  # a TARGET that isn't there is said before its tokenizer is missed
+    tokenizer = load_tokenizer(TARGET)
     model = load_target(TARGET_DEVICES[0])
     here = (model.config.get_text_config().hidden_size, len(model.get_decoder().layers))
     there = (config.hidden_size, config.num_target_layers)
     require(here == there,
             f"CKPT = {CKPT} is for hidden size and layers {there}, TARGET = {TARGET} has {here}")
-    replica = Replica(0, config, model.device, model.get_input_embeddings(), target.head_of(model), weights,
+    replica = Replica(0, config, model.device, model.get_input_embeddings(), target.make_head(model), weights,
                       compile=False)
     replica.drafter.eval()
     return model, tokenizer, replica
@@ -992,8 +994,8 @@ def inspect(*words):
     """`inspect DATA=... [N]`: what the data chapter makes of the files, and N conversations. -> exit code."""
     require(len(words) <= 1 and all(word.isdecimal() for word in words),
             f"inspect {' '.join(words)}: beside NAME=VALUE it takes one number, of conversations to show")
-    vocab_size = target.load_config(TARGET).get_text_config().vocab_size
-    tokenizer = target.load_tokenizer(TARGET)
+    vocab_size = load_config(TARGET).get_text_config().vocab_size
+    tokenizer = load_tokenizer(TARGET)
     conversations = read_conversations("DATA", DATA, tokenizer, vocab_size)
     inspect_data(conversations, tokenizer, SEQ_LEN, int(words[0] if words else 3))
     return 0

@@ -17,7 +17,7 @@ import train_dflash as td
 from dflash_trainer import features, settings
 from dflash_trainer import rows as rows_module
 from dflash_trainer.errors import require
-from dflash_trainer.target import load_tokenizer
+from dflash_trainer.target_config import load_tokenizer
 
 TARGET: str = ""       # directory with a tokenizer
 N: int = 1_000_000     # conversations

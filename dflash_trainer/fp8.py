@@ -202,6 +202,10 @@ class Fp8Head(nn.Module):
         self.form = form
         self.by_token, self.token_scale = quantize_weight(weight)            # (V, D), (V, 1)
         self.by_entry, self.entry_scale = quantize_weight(weight.t(), 512)   # (D, V), (D, 1)
+        if head.scale != 1:  # the factor on the logits, in both products
+            self.token_scale *= head.scale
+            self.entry_scale *= head.scale
+            self.bias = None if self.bias is None else self.bias * head.scale
         self.quantize_rows = compiled(quantize_rows)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,15 @@
-"""The trainer's target: config, tokenizer and weights of any causal LM that transformers reads.
+"""The trainer's target: weights of any causal LM that transformers reads, and proofs on them.
 
-    drafter_config  sizes of a drafter for it, its taps and its mask token, from its config alone
-    load_model      safetensors files -> one device, no second copy in host memory; or random weights in place
-    check_weights   a missing, misshapen or unknown weight of the language model is an error with its name
-    prove           hooks and head against the model's own outputs, labels against its argmax
-    call_tokens     what a call costs beside its tokens
-    fast_path       says whether linear-attention layers run on the kernels made for them
+    load_model          safetensors files -> one device, no second copy in host memory; or random weights in
+    place check_weights       a missing, misshapen or unknown weight of the language model is an error with
+    its name make_head           the output layer as the drafter uses it: with the target's scale and soft cap
+    verify_target       hooks and head against the model's own outputs, labels against its argmax
+    overhead_in_tokens  fixed cost of one call report_kernels      says which kernels linear-attention layers
+    can use
 
-A target is a hub id, a directory, or random:DIR: the config in DIR, weights made on the device from a seed.
+What is known before the weights are read is in target_config.py.
 """
 import importlib.util
-import inspect
 import json
 import logging
 import re
@@ -23,120 +22,42 @@ import numpy as np
 import safetensors
 import torch
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import cached_file
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import ModelOutput, cached_file
 
 from dflash_trainer import fp8
-from dflash_trainer.errors import first_line, require, user_error_on
+from dflash_trainer.errors import require, user_error_on
 from dflash_trainer.features import Taps
-from dflash_trainer.token_cache import render
+from dflash_trainer.target_config import load_config, model_path
+from dflash_trainer.token_cache import Conversations, render
 from model_drafter import DrafterConfig, Head
 
 # parts of a checkpoint that are not the language model: vision and audio towers, layers for drafting
 OTHER_PART = re.compile(r"(^|\.)(visual|(?:embed_)?(?:vision|audio)\w*|multi_modal_projector|mtp)\.")
-KERNELS = (  # package, module, function, and what its absence costs
-    ("flash-linear-attention", "fla", "chunk_gated_delta_rule", "the target runs about 1.6 times slower (760 "
-     "against 464 ms per 4,096 tokens at Qwen3.6-27B size on an H200)"),
-    ("causal-conv1d", "causal_conv1d", "causal_conv1d_fn", "its convolutions run in plain PyTorch"))
+KERNELS = (  # package, module, and what its absence costs
+    ("flash-linear-attention", "fla",
+     "the target runs about 1.6 times slower (760 against 464 ms per 4,096 tokens at Qwen3.6-27B size on an "
+     "H200)"),
+    ("causal-conv1d", "causal_conv1d", "its convolutions run in plain PyTorch"))
 OTHER_FORMATS = {  # of quantised checkpoints -> packages that transformers reads them with
     "gptq": "accelerate and gptqmodel",
     "awq": "accelerate and gptqmodel",
     "bitsandbytes": "accelerate and bitsandbytes",
     "compressed-tensors": "accelerate and compressed-tensors",
     "modelopt": "a loader that transformers lacks (NVFP4 and the like, of NVIDIA's modelopt)"}
-KNOWN_MASK_IDS = dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), 248070)
 
 
-def model_path(target):
-    return target.removeprefix("random:")
+# -------------------------------------------------------------------------------------------- the weights
 
-
-def load_config(target):
-    require(Path(model_path(target)).is_dir() or not Path(model_path(target)).is_absolute(),
-         f"TARGET = {target}: no such directory")
-    what = "not a model that transformers can read" if Path(model_path(target)).is_dir() else (
-        "not a directory here, and can't be downloaded (is this machine offline? is HF_HUB_OFFLINE set? "
-        "a gated model needs its licence accepted on its page, then `hf auth login`)")
-    with user_error_on(f"TARGET = {target}: {what}", OSError, ValueError):
-        return AutoConfig.from_pretrained(model_path(target))
-
-
-def load_tokenizer(target):
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path(target))
-        if tokenizer.vocab_size > 1:  # transformers 5 makes an empty one where there is no file
-            return tokenizer
-        raise OSError("its vocabulary is empty")
-    except (OSError, ValueError, KeyError) as e:
-        print(f"TARGET = {target} has no tokenizer ({first_line(e)}): only rows of input_ids are read")
-        return None
-
-
-def taps_of(wanted, n_layers):
-    """TARGET_LAYER_IDS, or the published spread: 5 layers from the second to the fourth-last."""
-    if wanted is None:
-        ids = tuple(round(1 + i * (n_layers - 4) / 4) for i in range(5))
-        text = f"the default taps {list(ids)} don't fit a target of {n_layers} layers: set TARGET_LAYER_IDS"
-    else:  # the last layer's output is read after the final norm when served
-        ids = tuple(wanted)
-        text = f"TARGET_LAYER_IDS = {list(ids)}: must rise within 0..{n_layers - 2}, of {n_layers} layers"
-    require(ids and sorted(set(ids)) == list(ids) and ids[0] >= 0 and ids[-1] <= n_layers - 2, text)
-    return ids
-
-
-def mask_token(wanted, target, config, tokenizer):
-    """MASK_TOKEN_ID, the family's known one, or a special token that neither the template nor a role uses."""
-    text = config.get_text_config()
-    vocab = text.vocab_size
-    eos = text.eos_token_id if isinstance(text.eos_token_id, (list, tuple)) else [text.eos_token_id]
-    taken = {*eos, text.bos_token_id, getattr(tokenizer, "eos_token_id", None)} - {None}
-    if wanted is not None:
-        require(0 <= wanted < vocab, f"MASK_TOKEN_ID = {wanted}: outside the vocabulary of {vocab}")
-        require(wanted not in taken, f"MASK_TOKEN_ID = {wanted}: is the target's bos or eos, of {sorted(taken)}")
-        return wanted
-    if KNOWN_MASK_IDS.get(config.model_type, vocab) < vocab:
-        return KNOWN_MASK_IDS[config.model_type]
-    free = []
-    if tokenizer is not None:
-        template = str(tokenizer.chat_template or "")
-        taken.add(text.pad_token_id)
-        free = [i for i, t in sorted(tokenizer.added_tokens_decoder.items())
-                if t.special and i not in taken and t.content not in template and i < vocab]
-        free += range(max(len(tokenizer), 1), vocab)  # rows of the embedding that no token has
-    require(free, f"MASK_TOKEN_ID = None: {target} has no unused token; name an id below {vocab}")
-    return free[0]
-
-
-def rope_theta_of(text):
-    """Base frequency alone: partial rotary factors and mrope sections of the target are not the drafter's."""
-    rope = getattr(text, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)
-    return float(rope.get("rope_theta") or getattr(text, "rope_theta", None) or 10000.0)
-
-
-def drafter_config(target, config, tokenizer, block_size, n_draft_layers, layer_types, sliding_window,
-                   target_layer_ids, mask_token_id, init_std):
-    """Sizes for this target, before its weights are read: its own, or the published ones for Qwen3.6-27B.
-    What the trainer's settings leave open is None."""
-    text = config.get_text_config()
-    n_layers, heads = text.num_hidden_layers, text.num_attention_heads
-    hybrid = text.model_type.startswith("qwen3_5")
-    sizes = (heads, getattr(text, "num_key_value_heads", None) or heads,
-             getattr(text, "head_dim", None) or text.hidden_size // heads)
-    if hybrid and text.hidden_size == 5120:
-        sizes = 32, 8, 128
-    first = "sliding_attention" if hybrid else "full_attention"
-    types_ = layer_types or [first] * (n_draft_layers - 1) + ["full_attention"]
-    return DrafterConfig(
-        text.hidden_size, text.intermediate_size, n_draft_layers, *sizes, text.vocab_size, block_size,
-        mask_token(mask_token_id, target, config, tokenizer), taps_of(target_layer_ids, n_layers), n_layers,
-        tuple(types_), sliding_window if "sliding_attention" in types_ else None, rope_theta_of(text),
-        getattr(text, "rms_norm_eps", 1e-6), init_std, text.max_position_embeddings, text.bos_token_id,
-        text.eos_token_id, text.pad_token_id,
-        final_logit_softcapping=getattr(text, "final_logit_softcapping", None))
-
-
-def embedding_scale(embedding):
+def embedding_scale(embedding: torch.nn.Module) -> float:
     """What the embedding module multiplies its table by (Gemma), rounded in its dtype as the client does."""
     scale = getattr(embedding, "embed_scale", None)
     return 1.0 if scale is None else float(torch.as_tensor(scale).to(embedding.weight.dtype))
@@ -152,8 +73,12 @@ def load_model(target, device, dtype, seed, tick=lambda: None, precision="bf16")
     config = load_config(target)
     if model_path(target) != target:
         torch.manual_seed(seed)
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        # Exception: a model class may raise anything on sizes that don't fit each other
+        with user_error_on(f"TARGET = {target}: no model can be made of its config", Exception), \
+                torch.device(device):
+            model = auto_class(target, config).from_config(config, dtype=dtype)
+        drop_other_parts(f"TARGET = {target}", model, [name for name, _ in model.named_parameters()])
+        require_causal_lm(target, model)
         for i, layer in enumerate(model.get_decoder().layers):
             arrival.layer(layer, i)
     else:
@@ -219,12 +144,14 @@ def from_files(target, config, device, dtype, tick, arrival):
     with user_error_on(trouble, OSError, ValueError, ImportError, RuntimeError, KeyError,
                        safetensors.SafetensorError):
         with scales_are_no_surprise(arrival.scales):
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = auto_class(target, config).from_pretrained(
                 target, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options)
         if arrival.scales:
             unknown = [key for key in info["unexpected_keys"] if not key.endswith(fp8.SCALE_NAME)]
             info = {**info, "unexpected_keys": unknown}
-        check_weights(what, model, info, files or checkpoint_names(target))
+        check_weights(what, model, info)
+        drop_other_parts(what, model, files or checkpoint_names(target))
+        require_causal_lm(target, model)
         hidden = not sys.stderr.isatty()
         moves = [] if method and not arrival.scales else list(enumerate(model.get_decoder().layers))
         for i, layer in tqdm(moves, f"target to {device}", unit="layer", disable=hidden):
@@ -283,18 +210,51 @@ def scales_are_no_surprise(scales):
         loader.setLevel(level)
 
 
-def check_weights(what, model, info, names):
-    """Every weight of the language model comes from the files, and none of theirs is left over."""
-    for kind, fault in (("missing_keys", "missing"), ("mismatched_keys", "of another shape"),
-                        ("unexpected_keys", "not known to this model")):
-        wrong = sorted(str(k) for k in info.get(kind, ()) if not OTHER_PART.search(str(k)))
-        require(not wrong, f"{what}: weights that are {fault}: {len(wrong)}: {', '.join(wrong[:5])}")
-    odd = {type(p).__name__ for p in model.parameters()} - {"Parameter"}
-    require(not odd, f"{what}: weights of class {', '.join(odd)} can't be copied to other devices")
-    others = Counter(m[2] for m in map(OTHER_PART.search, names) if m)
+def auto_class(target: str, config: PretrainedConfig) -> type:
+    """transformers' class for a causal LM, or for one that reads images as well."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    require(type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+            f"TARGET = {target}: transformers has no causal language model of model_type "
+            f"{config.model_type!r}")
+    return AutoModelForImageTextToText
+
+
+def require_causal_lm(target: str, model: PreTrainedModel) -> None:
+    """A decoder with a list of layers, an embedding and an output layer: what the trainer takes hold of."""
+    decoder = model.get_decoder()
+    name = type(model).__name__
+    layers = getattr(decoder, "layers", None)
+    require(isinstance(layers, torch.nn.ModuleList),
+            f"TARGET = {target}: the decoder of {name} ({type(decoder).__name__}) has no list `layers`: this "
+            "family is not supported")
+    n = model.config.get_text_config().num_hidden_layers
+    require(len(layers) == n, f"TARGET = {target}: {name} has {len(layers)} layers, its config says {n}")
+    require(model.get_input_embeddings() is not None and model.get_output_embeddings() is not None,
+            f"TARGET = {target}: {name} has no embedding or no output layer")
+
+
+def drop_other_parts(what: str, model: PreTrainedModel, names: list[str]) -> None:
+    """Vision and audio towers go: they feed nothing, and would take memory. names: of the stored weights."""
+    for module in (model, model.base_model):
+        for name, _ in list(module.named_children()):
+            if OTHER_PART.search(f"{name}."):
+                setattr(module, name, None)
+    others = Counter(found[2] for found in map(OTHER_PART.search, names) if found)
     if others:
         parts = ", ".join(f"{part}.* ({n} weights)" for part, n in others.items())
         print(f"{what}: only the language model is trained on, not {parts}")
+
+
+def check_weights(what: str, model: PreTrainedModel, info: dict) -> None:
+    """Every weight of the language model comes from the files, and none of theirs is left over."""
+    faults = {"missing_keys": "missing", "mismatched_keys": "of another shape",
+              "unexpected_keys": "not known to this model"}
+    for kind, fault in faults.items():
+        wrong = sorted(str(key) for key in info.get(kind, ()) if not OTHER_PART.search(str(key)))
+        require(not wrong, f"{what}: weights that are {fault}: {len(wrong)}: {', '.join(wrong[:5])}")
+    odd = {type(p).__name__ for p in model.parameters()} - {"Parameter"}
+    require(not odd, f"{what}: weights of class {', '.join(odd)} can't be copied to other devices")
 
 
 def checkpoint_names(target):
@@ -309,63 +269,152 @@ def checkpoint_names(target):
     return []
 
 
-def head_of(model):
+# --------------------------------------------------------------------------------------------- the head
+
+
+def forward_whole(model: PreTrainedModel, ids: torch.Tensor) -> ModelOutput:
+    """ids (1, T) -> logits and hidden states of every layer."""
+    name = model.config.name_or_path or type(model).__name__
+    # Exception: a family whose forward wants more than token ids may fail in any way
+    with user_error_on(f"TARGET = {name}: its forward fails on token ids alone", Exception):
+        return model(ids, output_hidden_states=True, use_cache=False)
+
+
+def make_head(model: PreTrainedModel) -> Head:
+    """The target's output layer with its soft cap and the factor on its logits, if it has these."""
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    return Head(model.get_output_embeddings(), softcap)
+    linear = model.get_output_embeddings()
+    return Head(linear, softcap, logit_scale(model, linear, softcap))
 
 
 @torch.no_grad()
-def verify_target(target, model, config, conversations, tokenizer):
-    """Start-up proof on a few real conversations, with the whole first replica: taps, head, labels."""
-    decoder, device, agree, labels = model.get_decoder(), model.device, 0, 0
-    ids_of_taps = list(config.target_layer_ids)
-    taps, head = Taps(decoder.layers, config.target_layer_ids), head_of(model)
-    for c in (conversations[i] for i in range(min(8, len(conversations)))):
-        ids = torch.from_numpy(c.ids.astype(np.int64))[None].to(device)
-        out = model(ids, output_hidden_states=True, use_cache=False)
-        require(torch.equal(taps.collect(), torch.cat([out.hidden_states[i + 1] for i in ids_of_taps], -1)),
-             f"TARGET = {target}: hooks on layers {ids_of_taps} don't give output_hidden_states[i + 1]")
-        logits = out.logits.float()
-        off = (head(out.hidden_states[-1]).float() - logits).abs().max().item()
-        require(not off > 0.05 * logits.abs().max().item(),
-             f"TARGET = {target}: it scales its logits, the head alone is off by {off:.3g}")
-        supervised = torch.from_numpy(c.turn[1:] > 0).to(device)
-        agree += int(((out.logits[0, :-1].argmax(-1) == ids[0, 1:]) & supervised).sum())
-        labels += int(supervised.sum())
+def logit_scale(model: PreTrainedModel, linear: torch.nn.Module, softcap: float | None) -> float:
+    """The factor that some families put on their logits (Granite divides by it, Cohere multiplies, others
+    call it yet otherwise): measured, then taken exactly from the config's numbers where one is meant."""
+    n = min(8, model.config.get_text_config().vocab_size)
+    out = forward_whole(model, torch.arange(n, device=model.device)[None])
+    plain = linear(out.hidden_states[-1]).double()
+    logits = out.logits.double()
+    if plain.shape != logits.shape:
+        return 1.0  # several streams of hidden states: verify_target says so
+    usable = plain.isfinite() & logits.isfinite()
+    if softcap is not None:
+        usable &= logits.abs() < 0.9 * softcap
+        logits = softcap * torch.atanh((logits / softcap).clamp(-0.99, 0.99))
+    plain = plain[usable]
+    measured = float((plain * logits[usable]).sum() / plain.square().sum().clamp(min=1e-30))
+    candidates = [1.0]
+    for value in model.config.get_text_config().to_dict().values():
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+            candidates += [value, 1 / value]
+    for candidate in candidates:
+        if abs(measured / candidate - 1) < 0.01:  # far from bf16's rounding, which averages out
+            return float(candidate)
+    return 1.0  # whatever it is, it is no factor that the config names; verify_target compares the logits
+
+
+# ------------------------------------------------------------------------------------------- the proof
+
+N_PROVED = 8  # conversations
+
+
+@torch.no_grad()
+def verify_target(target: str, model: PreTrainedModel, config: DrafterConfig, conversations: Conversations,
+                  tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Start-up proof on a few real conversations, with the whole first replica: hidden states are finite,
+    hooks give what transformers says, the head gives the model's logits, labels are what the model would say.
+
+    UserError where one of the first three doesn't hold.
+    """
+    tap_ids = list(config.target_layer_ids)
+    taps = Taps(model.get_decoder().layers, tap_ids)
+    head = make_head(model)
+    n = min(N_PROVED, len(conversations))
+    not_finite = {}  # number of a conversation -> where it begins
+    agreeing = 0
+    n_labels = 0
+    for number in range(n):
+        conversation = conversations[number]
+        ids = torch.from_numpy(conversation.ids.astype(np.int64))[None].to(model.device)
+        out = forward_whole(model, ids)
+        tapped = taps.collect()
+        where = first_not_finite(out)
+        if where:
+            not_finite[number] = where
+            continue
+        require_same_taps(target, tapped, out.hidden_states, tap_ids)
+        require_same_logits(target, head(out.hidden_states[-1]).float(), out.logits.float())
+        supervised = torch.from_numpy(conversation.turn[1:] > 0).to(model.device)
+        is_argmax = out.logits[0, :-1].argmax(-1) == ids[0, 1:]
+        agreeing += int((is_argmax & supervised).sum())
+        n_labels += int(supervised.sum())
     taps.remove()
-    share = agree / max(1, labels)
-    print(f"proof: taps {ids_of_taps} equal output_hidden_states; the head reproduces the logits; "
-          f"{share:.3f} of {labels} labels equal the target's argmax")
+
+    require(len(not_finite) < n, f"TARGET = {target}: its hidden states are not finite (NaN or inf) from "
+                                 f"{not_finite.get(0)} on, in each of the {n} conversations looked at")
+    for number, where in not_finite.items():
+        print(f"WARNING: TARGET = {target}: hidden states of conversation {number} are not finite (NaN or "
+              f"inf) from {where} on; steps with it will be skipped")
+    share = agreeing / max(1, n_labels)
+    print(f"proof: taps {tap_ids} equal output_hidden_states; the head reproduces the logits; "
+          f"{share:.3f} of {n_labels} labels equal the target's argmax")
     if share < 0.8:
-        print(f"WARNING: only {share:.2f} of the labels are what the target would say (own answers: 0.8 or "
-              f"more): such a drafter is accepted less. tools/regenerate.py makes the target's own answers")
+        print(f"WARNING: only {100 * share:.0f} % of the labels match the target's own choice (80 % or more "
+              "when the answers are its own): expect a lower acceptance. tools/regenerate.py makes the "
+              "target's own answers")
     if tokenizer is not None:
         text = render(conversations[0], tokenizer)[:800]
         print(f"first conversation, supervised tokens between ⟦ ⟧:\n{text}")
 
 
-def report_kernels(decoder):
-    """One line for targets with linear-attention layers: transformers binds what it could import to functions
-    of the modeling file, in a closure (5.17, 5.24) or as they are (before)."""
-    layer = next((m for m in decoder.modules() if type(m).__name__.endswith("GatedDeltaNet")), None)
-    if layer is None:
+def first_not_finite(out: ModelOutput) -> str | None:
+    """Where NaN or inf first stands in a forward's outputs, in words."""
+    last = len(out.hidden_states) - 1  # its entry is after the final norm
+    for i, hidden in enumerate(out.hidden_states):
+        if not hidden.isfinite().all():
+            if i == 0:
+                return "the embeddings"
+            return f"layer {i - 1}" if i < last else f"layer {i - 1} (or the final norm behind it)"
+    return None if out.logits.isfinite().all() else "the logits"
+
+
+def require_same_taps(target: str, tapped: torch.Tensor, hidden_states: tuple, tap_ids: list[int]) -> None:
+    expected = [hidden_states[i + 1] for i in tap_ids]
+    shape = tuple(hidden_states[0].shape)
+    for hidden in expected:
+        require(hidden.dim() == 3 and tuple(hidden.shape) == shape,
+                f"TARGET = {target}: its layers give hidden states of shape {tuple(hidden.shape)}, not one "
+                "stream (1, T, D): a drafter can't be trained on these")
+    require(torch.equal(tapped, torch.cat(expected, -1)),
+            f"TARGET = {target}: hooks on layers {tap_ids} don't give output_hidden_states[i + 1]")
+
+
+def require_same_logits(target: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    off = (ours - theirs).abs().max().item()
+    largest = theirs.abs().max().item()
+    require(off <= 0.05 * largest,
+            f"TARGET = {target}: its logits are not its head times the last hidden states: off by {off:.3g}, "
+            f"the largest is {largest:.3g}")
+
+
+# ------------------------------------------------------------------------------------------------ speed
+
+
+def report_kernels(decoder: torch.nn.Module) -> None:
+    """One line for targets with linear-attention layers."""
+    if "linear_attention" not in (getattr(decoder.config, "layer_types", None) or ()):
         return
-    code, words = sys.modules[type(layer).__module__], []
-    for name, package, function, cost in KERNELS:
-        bound = [getattr(code, f, None) for f in (f"torch_{function}", function)]
-        bound += [inspect.getclosurevars(f).nonlocals.get("implementation") for f in bound
-                  if inspect.isfunction(f)]
-        if any((getattr(f, "__module__", None) or "").split(".")[0] == package for f in bound):
-            words.append(f"{name} is used")
-        else:
-            absent = "installed but not used" if importlib.util.find_spec(package) else "not installed"
-            words.append(f"{name} is {absent}: {cost}")
+    words = []
+    for name, module, cost in KERNELS:
+        installed = importlib.util.find_spec(module) is not None
+        words.append(f"{name} is installed" if installed else f"{name} is not installed: {cost}")
     print(f"linear-attention layers: {'; '.join(words)}")
 
 
-def call_tokens(decoder):
-    """What a call of it costs by itself, in tokens computed: the time of a layer's kernels however small
-    (0.1 ms in a CUDA graph on an H200), in which the device could do so many FLOP (a guess)."""
-    weights = sum(p.numel() for p in decoder.layers.parameters())
-    flops = 1e14 if next(decoder.parameters()).is_cuda else 1e11
-    return len(decoder.layers) * 1e-4 * flops / (2 * weights)
+def overhead_in_tokens(decoder: torch.nn.Module) -> float:
+    """Fixed cost of one call, expressed as the number of tokens that take as long: 0.1 ms a layer, in which
+    its kernels do next to nothing (measured in a CUDA graph on an H200), at a guess of the device's speed."""
+    n_weights = sum(p.numel() for p in decoder.layers.parameters())
+    flop_per_s = 1e14 if next(decoder.parameters()).is_cuda else 1e11
+    flop_per_token = 2 * n_weights
+    return len(decoder.layers) * 1e-4 * flop_per_s / flop_per_token

@@ -67,7 +67,7 @@ def test_a_family_trains_saves_and_decodes(family, capsys):
 
 def assert_lossless(target, config, weights):
     model = transformers.AutoModelForCausalLM.from_pretrained(target).eval().requires_grad_(False)
-    w = td.Replica(0, config, torch.device("cpu"), model.get_input_embeddings(), target_files.head_of(model), weights, trains=False)
+    w = td.Replica(0, config, torch.device("cpu"), model.get_input_embeddings(), target_files.make_head(model), weights, trains=False)
     assert not hasattr(w, "masters") and not hasattr(w, "moments")  # decoding and `eval` need no 12 bytes a weight
     prompt = torch.arange(10, 22)[None]
     plain = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=24,

@@ -1,6 +1,5 @@
 """Loading the target: what a checkpoint may lack or hold, quantised ones, random weights, kernels, copies."""
 import json
-import sys
 import types
 
 import pytest
@@ -14,6 +13,7 @@ from dflash_trainer import settings
 from dflash_trainer import target as target_files
 from dflash_trainer.devices import replica_of
 from dflash_trainer.errors import UserError
+from dflash_trainer.target_config import load_config
 from test_families import SHAPE, qwen3_5
 from tools import random_target
 
@@ -109,7 +109,7 @@ def test_weights_of_a_class_of_their_own_are_refused():
     model = torch.nn.Linear(2, 2)
     model.weight = Packed(torch.zeros(2, 2))
     with pytest.raises(UserError, match="of class Packed"):
-        target_files.check_weights("TARGET = x", model, {}, [])
+        target_files.check_weights("TARGET = x", model, {})
 
 
 class Float8Linear(torch.nn.Module):
@@ -143,7 +143,7 @@ def small():
 
 def test_the_whole_config_is_that_of_the_27b(tmp_path, capsys):
     assert random_target.main([str(tmp_path), "CONVERSATIONS=2"]) == 0
-    config = target_files.load_config(f"random:{tmp_path}")
+    config = load_config(f"random:{tmp_path}")
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     assert round(sum(p.numel() for p in model.parameters()) / 1e9, 1) == 26.9
@@ -152,7 +152,7 @@ def test_the_whole_config_is_that_of_the_27b(tmp_path, capsys):
     rope = config.rope_parameters
     assert rope["rope_theta"] == 1e7 and rope["partial_rotary_factor"] == 0.25
     assert random_target.main([str(tmp_path), "LAYERS=16", "CONVERSATIONS=2"]) == 0
-    assert target_files.load_config(str(tmp_path)).num_hidden_layers == 16
+    assert load_config(str(tmp_path)).num_hidden_layers == 16
     assert random_target.main([str(tmp_path), "CONFIG={'hidden': 3}"]) == 2
     assert capsys.readouterr().err == "error: CONFIG has hidden: not in the config\n"
 
@@ -187,30 +187,12 @@ def test_absent_kernels_are_said_with_their_cost(small, capsys):
     assert "flash-linear-attention is not installed: the target runs about 1.6 times slower" in line
 
 
-def test_kernels_that_transformers_bound_are_said_to_be_used(small, capsys, monkeypatch):
-    """Modules named like the packages, bound by transformers' own decorator."""
-    from transformers.integrations import hub_kernels
+def test_installed_kernels_are_said(small, capsys, monkeypatch):
     decoder = target_files.load_model(f"random:{small}", CPU, torch.float32, 0).get_decoder()
-    code = sys.modules[type(decoder.layers[0].linear_attn).__module__]
-    for package, function, ours in (("fla", "chunk_gated_delta_rule", "torch_chunk_gated_delta_rule"),
-                                    ("causal_conv1d", "causal_conv1d_fn", "causal_conv1d_fn")):
-        def kernel(x):
-            return x
-        kernel.__module__ = f"{package}.ops"
-        fake = types.ModuleType(package)
-        path = hub_kernels._KERNELS_INTERNAL_PATH_MAPPINGS.get(function)
-        holder = fake
-        for part in (path or "").split("."):
-            if part:
-                setattr(holder, part, types.ModuleType(part))
-                holder = getattr(holder, part)
-        setattr(holder, function, kernel)
-        monkeypatch.setitem(sys.modules, package, fake)
-        bind = hub_kernels.use_kernel_func_from_hub_with_fallback(function, package)
-        monkeypatch.setattr(code, ours, bind(lambda x: x))
+    monkeypatch.setattr(target_files.importlib.util, "find_spec", lambda name: name)
     target_files.report_kernels(decoder)
     line = capsys.readouterr().out
-    assert "flash-linear-attention is used; causal-conv1d is used\n" in line
+    assert line == "linear-attention layers: flash-linear-attention is installed; causal-conv1d is installed\n"
 
 
 def test_targets_without_linear_attention_say_nothing(capsys):
