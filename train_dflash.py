@@ -78,6 +78,20 @@ TARGET_LAYER_IDS: list[int] | None = None             # tapped layers; None: 5 s
 MASK_TOKEN_ID: int | None = None                      # None: the family's known id, else an unused one
 INIT_STD: float = 0.02                                # of fresh weights, normal
 INIT_FROM: str | None = None                          # a drafter checkpoint to start from
+# the drafter's head
+HEAD: str = "dflash"                                  # "dflash": none | "dflash2" | "dspark"
+IN_BLOCK: str | None = None                           # of sliding layers: "by_type", causal in the block |
+                                                      # "bidirectional"; None: the latter for dflash2
+CONV_TAPS: int = 2                                    # dflash2: slots that a convolution reads
+CONV_GROUP: int = 16                                  # dflash2: channels that share a kernel
+SELECTOR_RANK: int = 256                              # dflash2
+SELECTOR_TOP_K: int = 16                              # dflash2: candidates per slot
+SELECTOR_TERMS: dict = {"ce": 1.0}                    # dflash2: the selector's loss, "ce" and "tv"
+SELECTOR_WARMUP: float = 0.0005                       # dflash2: share of the horizon without that loss
+SELECTOR_RAMP: float = 0.0005                         # dflash2: share of the horizon in which it grows to 1
+SELECTOR_DETACH: bool = False                         # dflash2: its gradient ends at the backbone
+MARKOV_RANK: int = 256                                # dspark
+CONFIDENCE: float = 1.0                               # dspark: coefficient of its loss; 0: no confidence head
 # optimisation
 OUT: str = "out/dflash"                               # checkpoints, logs
 SEED: int = 0
@@ -89,7 +103,9 @@ LR: float = 6e-4
 WARMUP: float = 0.04                                  # share of the horizon, linear; cosine to 0 after it
 CLIP: float = 1.0                                     # global gradient norm
 LOSS: str = "dpace"                                   # weights of the slots: "dpace" | "decay", DFlash's own
-GAMMA: float | None = None                            # decay, slots; None: 7, 5, 4 for K 16, 10, 8, else K/2
+GAMMA: float | None = None                            # decay, drafts; None: 7, 5, 4 for 15, 9, 7, else half
+LOSS_TERMS: dict | None = None                        # "ce" on the target's token; on its distribution "tv",
+                                                      # "kl", "nla", "lk"; None: ce; dspark: .1 ce + 1.8 tv
 LOSS_FORM: str = "fused"                              # "fused": gradient in forward | "checkpoint"
 LOSS_CHUNK: int = 1280                                # rows of logits alive at a time; best a multiple of 128
 # running
@@ -117,6 +133,7 @@ DEMO = dict(  # `bash run.sh demo`: SmolLM2-135M-Instruct and its own greedy ans
     LOG_EVERY=10, EVAL_EVERY=80, SAVE_EVERY=20, MAX_NEW_TOKENS=64)
 
 THIS_MODULE = sys.modules[__name__]
+AS_WRITTEN = settings.values(THIS_MODULE)  # before the command line changes any
 FIRST_STEP_LOCK = threading.Lock()  # held by every worker thread around its whole first step (pytorch#136196)
 
 # ------------------------------------------------------------------------------------------ the data
@@ -325,22 +342,41 @@ def target_features(forward, row, batches, gate, device):
     return target_hidden[None]
 
 
-def loss_chunk(block_size):
+def loss_chunk(n_drafts):
     """LOSS_CHUNK, or less where a whole row has fewer slots: rows of logits alive at a time."""
-    slots_in_a_row = NUM_ANCHORS * (block_size - 1)
-    return min(LOSS_CHUNK, -(-slots_in_a_row // 128) * 128)
+    return min(LOSS_CHUNK, -(-NUM_ANCHORS * n_drafts // 128) * 128)
 
 
-def host_tensors(row, anchors, block_size):
+def loss_spec(config):
+    """The loss of the settings for a drafter's head, which for a checkpoint need not be HEAD."""
+    default_terms = {"ce": 0.1, "tv": 1.8} if config.head == "dspark" else {"ce": 1.0}
+    return md.LossSpec(
+        kind=LOSS,
+        gamma=GAMMA or md.default_gamma(config.n_drafts),
+        form=LOSS_FORM,
+        chunk=loss_chunk(config.n_drafts),
+        terms=md.LossTerms(**{"ce": 0.0, **(LOSS_TERMS or default_terms)}),
+        selector_terms=md.LossTerms(**{"ce": 0.0, **SELECTOR_TERMS}),
+        selector_detach=SELECTOR_DETACH,
+        confidence=CONFIDENCE if config.confidence else 0.0)
+
+
+def needs_last(config):
+    """Does the loss read the target's last hidden state, to make its distribution from?"""
+    return loss_spec(config).needs_last(config.head)
+
+
+def host_tensors(row, anchors, config):
     """A row and its anchors -> the tensors of a Batch but target_hidden, on the host."""
-    blocks = md.block_arrays(row.conversation_start, row.run_length, anchors, NUM_ANCHORS, block_size,
-                             loss_chunk(block_size))
+    blocks = md.block_arrays(
+        row.conversation_start, row.run_length, anchors, NUM_ANCHORS, config.block_size,
+        loss_chunk(config.n_drafts), config.first_slot, whole_blocks=config.head == "dspark")
     return [torch.from_numpy(array) for array in (row.ids, row.pos, *blocks)]
 
 
-def send_batch(job, row, anchors, target_hidden, hand_off, device) -> md.Batch:
+def send_batch(job, row, anchors, target_hidden, config, hand_off, device) -> md.Batch:
     """Start the copy of a row to its drafter's device. No host waits for it; that device does."""
-    moved, rest, ready = hand_off.send(target_hidden, host_tensors(row, anchors, BLOCK_SIZE), device)
+    moved, rest, ready = hand_off.send(target_hidden, host_tensors(row, anchors, config), device)
     return md.Batch(moved, *rest, kind=job.kind, index=job.index, row=row, ready=ready)
 
 
@@ -348,7 +384,8 @@ def target_worker(run, t):
     """Target thread t: run jobs t, t+T, t+2T, ... in order and queue each batch for its drafter."""
     device = torch.device(TARGET_DEVICES[t])
     enter_thread(device)
-    forward = TappedForward(run.decoders[t], run.config.target_layer_ids, run.log.write)
+    forward = TappedForward(
+        run.decoders[t], run.config.target_layer_ids, run.log.write, with_last=needs_last(run.config))
     hand_off = HandOff(device, run.links.bad_pairs)
     copies = deque()  # copies that may still be running
     for job in run.schedule.jobs_of_target(t):
@@ -356,7 +393,8 @@ def target_worker(run, t):
         row, anchors = run.data.row(job.kind, job.index)
         with torch.no_grad(), run.gate.first_step():  # FIRST_STEP_LOCK: this thread's whole first row
             target_hidden = target_features(forward, row, run.target_batches, run.gate, device)
-        batch = send_batch(job, row, anchors, target_hidden, hand_off, run.replicas[job.drafter].device)
+        drafter_device = run.replicas[job.drafter].device
+        batch = send_batch(job, row, anchors, target_hidden, run.config, hand_off, drafter_device)
         run.workers.tick()
         run.queues.put(job, batch)
         copies.append(batch.ready)
@@ -392,9 +430,11 @@ class Replica:
         self.params = dict(self.drafter.named_parameters())
         self.set_weights(weights)
 
-        ce_and_grad = self.compile_for_thread(md.ce_and_grad)
-        gamma = GAMMA or md.default_gamma(config.n_drafts)
-        self.loss_spec = md.LossSpec(LOSS, gamma, LOSS_FORM, loss_chunk(config.block_size), ce_and_grad)
+        self.loss_spec = loss_spec(config)._replace(
+            ce_and_grad=self.compile_for_thread(md.ce_and_grad),
+            terms_and_grad=self.compile_for_thread(md.terms_and_grad),
+            biased_terms_and_grad=self.compile_for_thread(md.biased_terms_and_grad))
+        self.selector_ramp = torch.ones((), device=device)  # share of the selector's loss
         if self.compiles:
             for module in (*self.drafter.layers, self.drafter.hidden_norm, self.drafter.norm):
                 module.forward = self.compile_for_thread(module.forward)  # layers of a type share a graph
@@ -409,7 +449,9 @@ class Replica:
             param.copy_(weights[name])
 
     def row_loss(self, batch, group=0) -> md.RowResult:
-        return md.row_loss(self.drafter, self.embed, self.head, batch, group, self.make_mask, self.loss_spec)
+        ramp = self.selector_ramp if torch.is_grad_enabled() else 1.0
+        return md.row_loss(
+            self.drafter, self.embed, self.head, batch, group, self.make_mask, self.loss_spec, ramp)
 
     def signature(self, batch):
         """What makes a new graph, for the gate."""
@@ -423,8 +465,10 @@ def micro_step(run, replica, optimizer, batch):
         result.loss.backward()
     loss = result.loss.detach()
     valid = batch.counted[0] > 0
+    none = torch.zeros_like(loss)
     stats = RowStats(loss=loss, weight=result.weight, matches=(result.matches * valid).sum().float(),
-                     anchors=valid.sum().float(), bad=(~torch.isfinite(loss)).float())
+                     anchors=valid.sum().float(), bad=(~torch.isfinite(loss)).float(),
+                     tv=none if result.tv is None else result.tv, kl=none if result.kl is None else result.kl)
     optimizer.row_stats[batch.index % len(optimizer.row_stats)] = torch.stack(stats)
     run.workers.tick()
 
@@ -444,6 +488,7 @@ def wait_for_first_steps(run, replica):
 def train_step(run, replica, optimizer, plan):
     """One optimiser step on one drafter: its rows, the sum over drafters and machines, the update."""
     optimizer.row_stats.zero_()
+    replica.selector_ramp.fill_(selector_ramp(plan.step, run.data.horizon))
     for job in plan.train_jobs:
         if job.drafter == replica.index:
             batch = run.queues.take(job, replica.device)
@@ -460,6 +505,13 @@ def learning_rate(step, horizon):
     if step < warm:
         return LR * (step + 1) / warm
     return LR * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, horizon - warm)))
+
+
+def selector_ramp(step, horizon):
+    """Share of the selector's loss: 0, then growing over SELECTOR_RAMP of the horizon to 1."""
+    silent = round(SELECTOR_WARMUP * horizon)
+    growing = max(1, round(SELECTOR_RAMP * horizon))
+    return min(1.0, max(0.0, (step - silent + 1) / growing)) if step >= silent else 0.0
 
 
 # ------------------------------------------------------------------------------------- one optimiser step
@@ -614,25 +666,63 @@ def sum_over_replicas(lists, direct, machines, bad_pairs=frozenset()):
 class EvalSums:
     """Sums over held-out rows, one drafter's share; added up over drafters and machines on the host."""
 
-    def __init__(self, block_size):
+    def __init__(self, config):
+        self.config = config
         self.loss = 0.0
         self.weight = 0.0
-        self.correct = np.zeros(block_size)  # by slot
-        self.counts = np.zeros(block_size)
-        self.passes = {}  # source -> tokens produced by each pass
+        self.correct = np.zeros(config.n_drafts)  # by draft 1..J
+        self.counts = np.zeros(config.n_drafts)
+        self.passes = {}     # source -> tokens produced by each pass of the head's decoding
+        self.other_taus = {}  # "tau_backbone", "tau_oracle" -> tokens produced by each pass
+        self.others = {}     # other sums by name
 
     def add(self, other):
         self.loss += other.loss
         self.weight += other.weight
         self.correct += other.correct
         self.counts += other.counts
-        for source, produced in other.passes.items():
+        for ours, theirs in ((self.passes, other.passes), (self.other_taus, other.other_taus)):
+            for name, produced in theirs.items():
+                ours.setdefault(name, []).extend(produced)
+        for name, value in other.others.items():
+            self.add_sum(name, value)
+
+    def add_sum(self, name, value):
+        self.others[name] = self.others.get(name, 0.0) + float(value)
+
+    def add_row(self, row, anchors, results):
+        """results: RowResult of each group of the row's valid anchors."""
+        first_slot = self.config.first_slot
+        draft = np.arange(1, self.config.n_drafts + 1)
+        self.counts += (draft <= row.run_length[anchors, None]).sum(0)
+        self.correct += sum(result.correct[:, first_slot:].sum(0).cpu().numpy() for result in results)
+        self.loss += sum(result.loss.item() for result in results)
+        self.weight += sum(result.weight.item() for result in results)
+
+        def leading(grids):  # drafts accepted at each anchor
+            runs = [grid[:, first_slot:].cumprod(1).sum(1) for grid in grids]
+            return torch.cat(runs)[:len(anchors)].cpu().numpy()
+
+        for source, produced in walks(row, anchors, leading([result.correct for result in results])):
             self.passes.setdefault(source, []).extend(produced)
+        for name, field in (("tau_backbone", "backbone_correct"), ("tau_oracle", "covered")):
+            grids = [getattr(result, field) for result in results]
+            if grids[0] is not None:
+                for _, produced in walks(row, anchors, leading(grids)):
+                    self.other_taus.setdefault(name, []).extend(produced)
+        for name in ("tv", "kl", "covered", "confidence_error", "expected_len"):
+            tensors = [getattr(result, name) for result in results]
+            if tensors[0] is not None:
+                if name == "expected_len":  # without the blocks that fill up the last group
+                    tensors = [torch.cat(tensors)[:len(anchors)]]
+                self.add_sum(name, sum(tensor.sum().item() for tensor in tensors))
+        self.add_sum("anchors", len(anchors))
 
     def metrics(self):
-        """tau is the mean over all passes. acc_k: share of the counting slots k = 1.. that are right."""
+        """tau is the mean over all passes of the head's own decoding. acc_k: share of the counting drafts
+        1..J that are right."""
         every = [tokens for produced in self.passes.values() for tokens in produced]
-        shares = self.correct[1:] / np.maximum(self.counts[1:], 1)
+        shares = self.correct / np.maximum(self.counts, 1)
         metrics = {
             "eval_loss": self.loss / max(self.weight, 1e-9),
             "tau": float(np.mean(every)) if every else 1.0,
@@ -642,7 +732,26 @@ class EvalSums:
             metrics["tau_by_source"] = {
                 source or "none": float(np.mean(produced))
                 for source, produced in sorted(self.passes.items()) if produced}
+        for name, produced in self.other_taus.items():
+            metrics[name] = float(np.mean(produced)) if produced else 1.0
+        n_slots = max(1, self.counts.sum())
+        divisors = {"tv": self.weight, "kl": self.weight, "covered": n_slots, "confidence_error": n_slots,
+                    "expected_len": max(1, self.others.get("anchors", 0))}
+        names = {"covered": "recall", "confidence_error": "conf_mae"}
+        for name, divisor in divisors.items():
+            if name in self.others:
+                metrics[names.get(name, name)] = self.others[name] / max(divisor, 1e-9)
         return metrics
+
+
+def walks(row, anchors, matches):
+    """(source, tokens produced by each pass) of each answer of a row. matches: accepted at each anchor."""
+    at_place = np.zeros(len(row.run_length), dtype=np.int64)
+    at_place[anchors] = matches
+    goes_on = row.run_length[anchors - 1] == row.run_length[anchors] + 1
+    for first in anchors[(anchors == 0) | ~goes_on]:  # the first token of each answer
+        n_tokens = int(row.run_length[first]) + 1
+        yield row.sources[row.doc[first]], md.walk(at_place[first:first + n_tokens], n_tokens)
 
 
 @torch.no_grad()
@@ -650,29 +759,14 @@ def evaluate_row(replica, batch, sums, gate):
     """All valid anchors of a held-out row at the training shape, then each answer's walk on the host."""
     with gate.work("eval", *replica.signature(batch)):
         results = [replica.row_loss(batch, group) for group in range(len(batch.anchors))]
-    row = batch.row
-    anchors = np.flatnonzero(row.run_length >= 1)
-    slot = np.arange(len(sums.counts))
-    counts = (slot >= 1) & (slot <= row.run_length[anchors, None])
-    sums.counts += counts.sum(0)
-    sums.correct += sum(result.correct.sum(0).cpu().numpy() for result in results)
-    sums.loss += sum(result.loss.item() for result in results)
-    sums.weight += sum(result.weight.item() for result in results)
-
-    matches = np.zeros(len(row.run_length), dtype=np.int64)  # by place in the row
-    matches[anchors] = torch.cat([result.matches for result in results])[:len(anchors)].cpu().numpy()
-    goes_on = row.run_length[anchors - 1] == row.run_length[anchors] + 1
-    for first in anchors[(anchors == 0) | ~goes_on]:  # the first token of each answer
-        n_tokens = int(row.run_length[first]) + 1
-        produced = md.walk(matches[first:first + n_tokens], n_tokens)
-        source = row.sources[row.doc[first]]
-        sums.passes.setdefault(source, []).extend(produced)
+    anchors = np.flatnonzero(batch.row.run_length >= 1)
+    sums.add_row(batch.row, anchors, results)
 
 
 def evaluate(run, replica, plan):
     """This drafter's held-out rows; the leader adds up and logs. -> is it the best so far (to the leader)?"""
     leads = replica.index == 0
-    replica.eval_sums = EvalSums(run.config.block_size)
+    replica.eval_sums = EvalSums(run.config)
     with run.log.clock.evaluating() if leads else nullcontext():
         for job in plan.eval_jobs:
             if job.drafter != replica.index:
@@ -689,7 +783,7 @@ def merge_evaluation(run, step):
     run.workers.end_if_signalled(run.machines)
     if run.workers.ending:  # some drafters may have left their rows
         return False
-    total = EvalSums(run.config.block_size)
+    total = EvalSums(run.config)
     for machine in run.machines.gather([replica.eval_sums for replica in run.replicas]):
         for sums in machine:
             total.add(sums)
@@ -765,13 +859,15 @@ def load_models(config, data, state, tokenizer, links, n_machines, workers) -> M
     head = target.make_head(model)
     decoder = model.get_decoder()
     config = replace(config, input_embedding_scale=target.embedding_scale(embed))
+    start.check_target_of_head(config)
     target.report_kernels(decoder)
     with user_error_on(f"TARGET = {TARGET}: can't run", ImportError):  # FP8 layers look for their kernels now
         target.verify_target(TARGET, model, config, data.train.conversations, tokenizer)
 
     both = torch.nn.ModuleList([embed, head])  # one copy where they are tied
     for_drafters = {device: replica_of(both, device, links.bad_pairs) for device in set(drafter_devices)}
-    decoder.layers = decoder.layers[:config.target_layer_ids[-1] + 1]  # the rest feeds nothing
+    if not needs_last(config):
+        decoder.layers = decoder.layers[:config.target_layer_ids[-1] + 1]  # the rest feeds nothing
     del model, head, both  # the head and the last layers leave the target's GPU here
     batches = choose_batches(decoder, data.train, data.held_out)
     decoders = [decoder]
@@ -797,9 +893,13 @@ def build(workers, machines, out) -> Run:
     files = LogFiles(out)
     target_config = load_config(TARGET)
     tokenizer = load_tokenizer(TARGET)
+    layer_types = LAYER_TYPES
+    if HEAD == "dspark":  # servers run all its layers so
+        layer_types = ["full_attention"] * DRAFT_LAYERS
     config = drafter_config(
-        TARGET, target_config, tokenizer, BLOCK_SIZE, DRAFT_LAYERS, LAYER_TYPES, SLIDING_WINDOW,
+        TARGET, target_config, tokenizer, BLOCK_SIZE, DRAFT_LAYERS, layer_types, SLIDING_WINDOW,
         TARGET_LAYER_IDS, MASK_TOKEN_ID, INIT_STD)
+    config = start.with_head(frozen, config)
     start.preflight(frozen, config, out, machines.rank)
 
     vocab_size = target_config.get_text_config().vocab_size
@@ -954,14 +1054,14 @@ def evaluate_checkpoint():
     config = replica.drafter.config
     rows = EvalRows(read_conversations("EVAL_DATA", EVAL_DATA, tokenizer, config.vocab_size), SEQ_LEN)
     batches = choose_batches(model.get_decoder(), rows)
-    forward = TappedForward(model.get_decoder(), config.target_layer_ids)
+    forward = TappedForward(model.get_decoder(), config.target_layer_ids, with_last=needs_last(config))
     gate = flex_utils.Gate(FIRST_STEP_LOCK)
-    sums = EvalSums(config.block_size)
+    sums = EvalSums(config)
     for i in tqdm(range(len(rows.rows)), unit="row", disable=not sys.stderr.isatty()):
         row, anchors = rows.row(i)
         with torch.no_grad():
             target_hidden = target_features(forward, row, batches, gate, model.device)
-        tensors = [tensor.to(replica.device) for tensor in host_tensors(row, anchors, config.block_size)]
+        tensors = [tensor.to(replica.device) for tensor in host_tensors(row, anchors, config)]
         batch = md.Batch(target_hidden, *tensors, kind="eval", index=i, row=row)
         evaluate_row(replica, batch, sums, gate)
     print(json.dumps(sums.metrics()))

@@ -157,7 +157,7 @@ def make_item(c, device, seed, one):
         start[a:b], run[answer:b], supervised[answer:b] = a, np.arange(b - answer - 1, -1, -1), True
     valid = np.flatnonzero(run >= 1)
     anchors = np.sort(rng.choice(valid, min(td.NUM_ANCHORS, len(valid)), replace=False))
-    blocks = md.block_arrays(start, run, anchors, td.NUM_ANCHORS, c.block_size, td.loss_chunk(c.block_size))
+    blocks = md.block_arrays(start, run, anchors, td.NUM_ANCHORS, c.block_size, td.loss_chunk(c.n_drafts))
     arrays = (rng.integers(0, c.vocab_size, s), np.arange(s) - start, *blocks)
     tensors = [torch.from_numpy(array).to(device) for array in arrays]
     hidden = torch.randn(1, s, len(c.target_layer_ids) * c.hidden_size, dtype=td.compute_dtype(device),

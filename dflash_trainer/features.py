@@ -55,6 +55,7 @@ class CapturedForward(NamedTuple):
 class TappedForward:
     """A frozen decoder up to its last tap, one thread's: ids (B, T) -> (B, T, L*D), good until the next call.
 
+    with_last: the whole decoder, and its last hidden state after the final norm behind the taps: (L+1)*D.
     On CUDA every shape's first call makes a CUDA graph, which the host launches at once: a layer is some
     twenty kernels, and threads that launch them one by one wait for each other's turn in the interpreter.
     transformers' forward can't be captured (it reads position ids back), so the graph is the embedding and
@@ -63,16 +64,20 @@ class TappedForward:
     """
 
     def __init__(self, decoder: torch.nn.Module, ids: Sequence[int], log: Callable[[str], object] = print,
-                 parts: object = None):
+                 parts: object = None, with_last: bool = False):
         self.decoder = decoder
         self.parts = parts     # compiled_target.CompiledParts of the decoder, or None
         self.taps = Taps(decoder.layers, ids)
-        self.layers = decoder.layers[:max(ids) + 1]
+        self.with_last = with_last
+        self.layers = decoder.layers if with_last else decoder.layers[:max(ids) + 1]
         self.log = log
         self.graphs = {}       # shape of the ids -> CapturedForward
         self.refused = False   # a capture failed: the shapes that are still to come run eagerly
         self.stream = None     # on which captures run
         self.pool = None       # memory that all graphs of this decoder share
+        if with_last and not hasattr(decoder, "norm"):
+            self.refused = True
+            log(f"target: CUDA graphs are off: {type(decoder).__name__} has no final norm called `norm`")
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         if ids.shape in self.graphs:
@@ -90,8 +95,11 @@ class TappedForward:
         return captured.target_hidden
 
     def eager(self, ids: torch.Tensor) -> torch.Tensor:
-        self.decoder(input_ids=ids, use_cache=False)
-        return self.taps.collect()
+        output = self.decoder(input_ids=ids, use_cache=False)
+        target_hidden = self.taps.collect()
+        if self.with_last:
+            target_hidden = torch.cat([target_hidden, output.last_hidden_state], -1)
+        return target_hidden
 
     def layer_arguments(self, ids: torch.Tensor) -> list[tuple]:
         """What transformers gives each layer beside the hidden states: [(positional, keyword)]."""
@@ -109,19 +117,27 @@ class TappedForward:
         return seen
 
     def layers_alone(self, ids: torch.Tensor, arguments: list[tuple]) -> torch.Tensor:
-        """The embedding and the layers up to the last tap, without transformers' code around them."""
+        """What eager() gives from the embedding, the layers and the norm, without transformers' code."""
         hidden = self.decoder.get_input_embeddings()(ids)
         for layer, (args, kwargs) in zip(self.layers, arguments, strict=True):
             output = layer(hidden, *args, **kwargs)
             hidden = output[0] if isinstance(output, tuple) else output
-        return self.taps.collect()
+        target_hidden = self.taps.collect()
+        if self.with_last:
+            target_hidden = torch.cat([target_hidden, self.decoder.norm(hidden)], -1)
+        return target_hidden
 
     def capture_and_check(self, ids: torch.Tensor) -> torch.Tensor:
         """A shape's first call, alone in the gate: kernels are tuned, captured, and compared."""
         expected = self.eager(ids)
         try:
             self.graphs[ids.shape] = self.capture(ids)
-            reason = self.difference(self.replay(ids), expected)
+            replayed = self.replay(ids)
+            size = expected.shape[-1] // (len(self.taps.ids) + self.with_last)
+            n_taps = len(self.taps.ids) * size
+            reason = self.difference(replayed[..., :n_taps], expected[..., :n_taps])
+            if reason is None and self.with_last:
+                reason = self.difference(replayed[..., n_taps:], expected[..., n_taps:])
         except Exception as e:  # whatever stands in its way, the forward without a graph works
             e = e.__context__ or e  # the fault inside a capture, not that the capture can't be ended after it
             reason = (str(e) or repr(e)).splitlines()[0]

@@ -30,6 +30,8 @@ class RowStats(NamedTuple):
     matches: float   # accepted slots, summed over the valid anchors
     anchors: float   # valid anchors
     bad: float       # 1 where the loss was not finite
+    tv: float = 0.0  # sum of w * tv, where the loss needs the target's distribution
+    kl: float = 0.0  # sum of w * kl
 
 
 class StepStats(NamedTuple):
@@ -196,7 +198,7 @@ class RunLog:
             "skipped": self.progress.skipped,
             "bad_rows": self.n_bad_lines,
         }
-        values = {name: values[name] for name in METRICS}
+        values = {name: values[name] for name in METRICS if name in values}
         self.progress.window = []
         self.files.record(values)
         self.write(format_log_line(values))
@@ -236,7 +238,9 @@ class RunLog:
         finite = math.isfinite(loss)
         self.files.record({"step": step, **metrics, "eval_loss": loss if finite else None})  # JSON has no NaN
         acceptance = " ".join(f"{share:.3f}" for share in metrics["acc_k"])
-        self.write(f"eval step {step} | eval_loss {loss:.4f} | tau {tau:.3f} | acc_k {acceptance}")
+        others = "".join(f" | {name} {value:.3f}" for name, value in metrics.items()
+                         if name not in ("eval_loss", "tau") and isinstance(value, float))
+        self.write(f"eval step {step} | eval_loss {loss:.4f} | tau {tau:.3f} | acc_k {acceptance}{others}")
 
         progress.last_eval_step = step
         is_new_best = step > 0 and (progress.best is None or tau > progress.best["tau"])
@@ -256,7 +260,8 @@ class RunLog:
 
 
 METRICS = ("step", "loss", "accept_len", "lr", "grad_norm", "tokens_per_s", "step_ms", "wait_ms",
-           "target_wait_ms", "reduce_ms", "queue", "mem_gib", "skipped", "bad_rows")
+           "target_wait_ms", "reduce_ms", "queue", "mem_gib", "skipped", "bad_rows",
+           "tv", "kl")  # the last two where the loss needs the target's distribution
 
 
 def window_means(window: list) -> dict:
@@ -265,20 +270,30 @@ def window_means(window: list) -> dict:
     norms = []
     matches = 0.0
     anchors = 0.0
+    weight = 0.0
+    tv = 0.0
+    kl = 0.0
     for record in window:
         sums = RowStats(*np.sum(record.rows, 0))
         if np.isfinite(sums.loss):
             matches += sums.matches
             anchors += sums.anchors
+            weight += sums.weight
+            tv += sums.tv
+            kl += sums.kl
             if sums.weight > 0:
                 losses.append(sums.loss / sums.weight)
         if np.isfinite(record.stats.grad_norm):
             norms.append(record.stats.grad_norm)
-    return {
+    means = {
         "loss": float(np.mean(losses)) if losses else None,
         "accept_len": float(1 + matches / max(1, anchors)),
         "grad_norm": norms[-1] if norms else None,
     }
+    if tv or kl:
+        means["tv"] = float(tv / weight)
+        means["kl"] = float(kl / weight)
+    return means
 
 
 def per_step_ms(seconds: float, n_steps: int) -> float:

@@ -12,13 +12,15 @@ values.
 """
 import itertools
 import json
+import math
 import os
 import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -34,13 +36,22 @@ from dflash_trainer.machines import Cluster, SingleMachine
 from dflash_trainer.run_log import LogFiles, Progress
 from dflash_trainer.settings import check_types, require_one_of, require_positive
 from dflash_trainer.token_cache import overlap, resolve_files
-from model_drafter import Drafter, DrafterConfig
+from model_drafter import HEADS, Drafter, DrafterConfig, LossTerms
 
 # what a resumed run must share with the one that wrote the checkpoint; the rest may change and is printed
-MUST_MATCH_CHECKPOINT = ("SEED", "SEQ_LEN", "NUM_ANCHORS", "ROWS_PER_STEP", "LOSS", "CHAT_TEMPLATE_KWARGS")
+MUST_MATCH_CHECKPOINT = (
+    "SEED", "SEQ_LEN", "NUM_ANCHORS", "ROWS_PER_STEP", "LOSS", "CHAT_TEMPLATE_KWARGS", "LOSS_TERMS",
+    "SELECTOR_TERMS", "SELECTOR_WARMUP", "SELECTOR_RAMP", "SELECTOR_DETACH", "CONFIDENCE")
+# the settings that only one head has
+SETTINGS_OF_HEAD = {
+    "dflash2": ("CONV_TAPS", "CONV_GROUP", "SELECTOR_RANK", "SELECTOR_TOP_K", "SELECTOR_TERMS",
+                "SELECTOR_WARMUP", "SELECTOR_RAMP", "SELECTOR_DETACH"),
+    "dspark": ("MARKOV_RANK", "CONFIDENCE"),
+}
 # what machines must share as well, since every one decides by itself what happens after a step
 MUST_MATCH_ACROSS_MACHINES = (
     "LR", "WARMUP", "CLIP", "GAMMA", "LOG_EVERY", "EVAL_EVERY", "SAVE_EVERY", "K_BAD")
+PARTS_OF_HEADS = ("candidate_selector", "markov_head", "confidence_head")  # convolutions are in the layers
 USE_OR_RESTART = ("use the checkpoint's value, or start a new run (another OUT; INIT_FROM=... keeps the "
                   "weights)")
 
@@ -74,6 +85,85 @@ def check_settings(trainer: ModuleType) -> None:
           f"too few for {n_drafters} drafters, DRAFTER_DEVICES = {trainer.DRAFTER_DEVICES}")
     require_one_of("LOSS", trainer.LOSS, ("decay", "dpace"))
     require_one_of("LOSS_FORM", trainer.LOSS_FORM, ("fused", "checkpoint"))
+    check_head(trainer, check)
+
+
+def check_head(trainer: ModuleType, check: Callable[[str, bool, str], None]) -> None:
+    """The head's settings, and those that another head forbids."""
+    require_one_of("HEAD", trainer.HEAD, HEADS)
+    if trainer.IN_BLOCK is not None:
+        require_one_of("IN_BLOCK", trainer.IN_BLOCK, ("by_type", "bidirectional"))
+    require_positive(trainer, "CONV_TAPS", "CONV_GROUP", "SELECTOR_RANK", "MARKOV_RANK")
+    for head, names in SETTINGS_OF_HEAD.items():
+        for name in names:
+            check(name, head == trainer.HEAD or getattr(trainer, name) == trainer.AS_WRITTEN[name],
+                  f"is of HEAD={head}, but HEAD = {trainer.HEAD!r}")
+    if trainer.LOSS_TERMS is not None:
+        check_terms("LOSS_TERMS", trainer.LOSS_TERMS, LossTerms._fields)
+        only_tv = {name for name, value in trainer.LOSS_TERMS.items() if value} == {"tv"}
+        check("LOSS_TERMS", not only_tv or bool(trainer.INIT_FROM),
+              "tv has no gradient where drafter and target share no token, so it can't train from scratch: "
+              'add "ce", or set INIT_FROM')
+    check_terms("SELECTOR_TERMS", trainer.SELECTOR_TERMS, ("ce", "tv"))
+    check("CONV_TAPS", trainer.CONV_TAPS <= trainer.BLOCK_SIZE,
+          f"more than BLOCK_SIZE = {trainer.BLOCK_SIZE}")
+    check("SELECTOR_TOP_K", trainer.SELECTOR_TOP_K >= 2, "must be 2 or more")
+    check("SELECTOR_WARMUP", 0 <= trainer.SELECTOR_WARMUP < 1, "a share of the horizon, 0 to 1")
+    check("SELECTOR_RAMP", 0 <= trainer.SELECTOR_RAMP < 1, "a share of the horizon, 0 to 1")
+    check("CONFIDENCE", 0 <= trainer.CONFIDENCE < math.inf, "0 (no confidence head) or above")
+    if trainer.HEAD == "dspark":
+        check("LAYER_TYPES", "sliding_attention" not in (trainer.LAYER_TYPES or ()),
+              "servers run all layers with full attention where HEAD = 'dspark'")
+        check("IN_BLOCK", trainer.IN_BLOCK is None, "has no meaning where HEAD = 'dspark'")
+        check("LOSS_CHUNK", trainer.LOSS_CHUNK >= trainer.BLOCK_SIZE,
+              f"HEAD = 'dspark' needs whole blocks, BLOCK_SIZE = {trainer.BLOCK_SIZE} or more")
+
+
+def check_terms(name: str, terms: dict, known: Sequence[str]) -> None:
+    """{term: coefficient} of a loss; UserError naming what is wrong in it."""
+    for term, value in terms.items():
+        require_one_of(f"a term of {name}", term, known)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        require(is_number and 0 <= value < math.inf,
+                f"{name} = {terms}: {term!r} must be a number, 0 or above")
+    require(sum(terms.values()) > 0, f"{name} = {terms}: at least one must be above 0")
+
+
+def with_head(settings, config: DrafterConfig) -> DrafterConfig:
+    """The drafter's config with what HEAD adds. UserError where it doesn't fit the target's sizes."""
+    in_block = settings.IN_BLOCK
+    slides = "sliding_attention" in config.layer_types
+    if in_block is None and settings.HEAD == "dflash2" and slides:
+        in_block = "bidirectional"  # as published ones
+        if settings.INIT_FROM:
+            in_block = load_drafter("INIT_FROM", settings.INIT_FROM)[0].in_block
+    config = replace(config, head=settings.HEAD, in_block=in_block or "by_type")
+    if config.in_block == "bidirectional" and slides:  # servers differ where the window ends inside the block
+        require(config.sliding_window >= config.block_size,
+                f"SLIDING_WINDOW = {config.sliding_window}: IN_BLOCK = 'bidirectional' needs BLOCK_SIZE = "
+                f"{config.block_size} or more")
+    if settings.HEAD == "dflash2":
+        require(config.hidden_size % settings.CONV_GROUP == 0,
+                f"CONV_GROUP = {settings.CONV_GROUP}: doesn't divide the hidden size {config.hidden_size}")
+        top_k = settings.SELECTOR_TOP_K
+        require(top_k <= config.vocab_size,
+                f"SELECTOR_TOP_K = {top_k}: more than the vocabulary of {config.vocab_size}")
+        config = replace(config, conv_taps=settings.CONV_TAPS, conv_group=settings.CONV_GROUP,
+                         selector_rank=settings.SELECTOR_RANK, selector_top_k=top_k)
+    if settings.HEAD == "dspark":
+        config = replace(config, markov_rank=settings.MARKOV_RANK, confidence=settings.CONFIDENCE > 0,
+                         num_anchors=settings.NUM_ANCHORS)
+    check_target_of_head(config)
+    return config
+
+
+def check_target_of_head(config: DrafterConfig) -> None:
+    """Servers' classes for DSpark know no scaled embeddings and no capped logits."""
+    scale = config.input_embedding_scale
+    softcap = config.final_logit_softcapping
+    require(config.head != "dspark" or (scale == 1.0 and softcap is None),
+            f"HEAD = 'dspark': this target scales its embeddings ({scale:.4g}) or caps its logits "
+            f"({softcap}), which no server does for such drafters: use dflash2")
 
 
 # ---- devices and machines
@@ -217,10 +307,13 @@ def check_resume(path: Path, info: dict, settings, config: DrafterConfig, data, 
     theirs = info["constants"]
     ours = saved_constants(settings, n_machines)
     fingerprint = data.train.conversations.fingerprint
+    of_heads = sum(SETTINGS_OF_HEAD.values(), ())
     for name in MUST_MATCH_CHECKPOINT:
         note = f", summed over machines, here {n_machines}" if name == "ROWS_PER_STEP" else ""
-        require(theirs[name] == ours[name],
-                f"{name} = {ours[name]!r}, but {path} has {theirs[name]!r}{note}: {USE_OR_RESTART}")
+        without = ours[name] if name in of_heads else None  # in checkpoints from before the heads
+        saved = theirs.get(name, without)
+        require(saved == ours[name],
+                f"{name} = {ours[name]!r}, but {path} has {saved!r}{note}: {USE_OR_RESTART}")
     require(info["horizon"] == data.horizon,
             f"the schedule's horizon is {data.horizon} steps, but {path} has {info['horizon']}: "
             f"set STEPS={info['horizon']} (STOP_AT ends early without changing it)")
@@ -265,16 +358,46 @@ def find_start(settings, config: DrafterConfig, data, out: Path, n_machines: int
         log.write(f"OUT = {settings.OUT}: no checkpoint to resume (RESUME = {settings.RESUME}), this run "
                   "starts at step 0")
     checkpoints.truncate_lines(out, -1)  # of a run that was killed before its first save
+    drafter = Drafter(config, None)
+    drafter.init_weights(settings.SEED)
+    weights = drafter.state_dict()
     if settings.INIT_FROM:
-        theirs, weights = load_drafter("INIT_FROM", settings.INIT_FROM)
-        wrong = checkpoints.differences(config, theirs)
-        require(not wrong, f"INIT_FROM = {settings.INIT_FROM} doesn't fit: {'; '.join(wrong)}")
-    else:
-        drafter = Drafter(config, None)
-        drafter.init_weights(settings.SEED)
-        weights = drafter.state_dict()
+        weights = warm_start(settings, config, weights, log)
     masters = {f"master.{name}": weight for name, weight in weights.items()}
     return Start(0, Progress(eval_data=eval_data)), masters
+
+
+def warm_start(settings, config: DrafterConfig, fresh: dict[str, torch.Tensor],
+               log: LogFiles) -> dict[str, torch.Tensor]:
+    """The weights of INIT_FROM; `fresh` ones of a head that it hasn't."""
+    what = f"INIT_FROM = {settings.INIT_FROM}"
+    theirs, weights = load_drafter("INIT_FROM", settings.INIT_FROM)
+    compared = config
+    from_plain = theirs.head == "dflash" != config.head
+    if from_plain:  # its backbone alone
+        compared = replace(config, head="dflash", conv_taps=0, conv_group=0, selector_rank=0,
+                           selector_top_k=0, markov_rank=0, confidence=False)
+        if config.head == "dspark" and theirs.block_size == config.block_size + 1:
+            compared = replace(compared, block_size=theirs.block_size)  # as many drafts
+    elif theirs.head == config.head == "dspark" and theirs.markov_rank == 0:
+        compared = replace(config, markov_rank=0, confidence=theirs.confidence)
+    require(theirs.head in ("dflash", config.head),
+            f"{what} has the head {theirs.head!r}, which HEAD = {config.head!r} would drop")
+    wrong = checkpoints.differences(compared, theirs)
+    require(not wrong, f"{what} doesn't fit: {'; '.join(wrong)}")
+
+    new = [name for name in fresh if name not in weights]
+    of_head = [name for name in new if name.split(".")[0] in PARTS_OF_HEADS or "_conv." in name]
+    unknown = [name for name in weights if name not in fresh]
+    require(not unknown, f"{what} holds tensors that this drafter hasn't: {', '.join(unknown[:5])}")
+    missing = new if compared == config else [name for name in new if name not in of_head]
+    require(not missing, f"{what} lacks tensors: {', '.join(missing[:5])}")
+    if new:
+        log.write(f"{what}: {len(new)} tensors of HEAD = {config.head!r} are new: {', '.join(new[:4])}"
+                  f"{', ...' if len(new) > 4 else ''}")
+    if from_plain and config.head == "dspark":
+        log.write(f"{what} predicts one token less far in each slot: HEAD = 'dspark' has to learn the shift")
+    return {**fresh, **weights}
 
 
 # ---- head of the log
