@@ -1,22 +1,26 @@
-"""Which ways of compiling flex_attention in several threads survive? Prints the README's table.
+"""Which ways of compiling in several threads survive? A table of fixes, and a storm of compiles.
 
-    python dev/compile_race.py [NAME=VALUE ...]      e.g. DEVICES=cuda:0,cuda:1 TARGETS=4 FIXES=none,gate
+    python dev/compile_race.py [NAME=VALUE ...]         e.g. DEVICES=cuda:0,cuda:1 TARGETS=4 FIXES=none,gate
+    python dev/compile_race.py storm [NAME=VALUE ...]   e.g. DEVICES=cuda:0,cuda:0,cuda:0 COMPILES=200 PROCESSES=4
 
-main()               every (fix, with or without a new row length later, seed)
-  one_run()          a fresh process with empty compile caches: a warm cache hides the race
-    child()          Race: a thread a device, started at random moments, until all made STEPS or one failed
+table()              every (fix, with or without a new row length later, seed); exit code 1 iff `gate`, the
+                     project's own way, failed
+storm()              `gate`, then nothing at all as a control: every thread meets new shapes again and again
+                     while the others run warm; exit code 1 iff `gate` failed or the control did not
+  cold_run()         a fresh process with empty compile caches: a warm cache hides the race
+    child()          Race: a thread per device, started at random moments, until all are done or one failed
       DrafterWorker  the project's own Drafter and row_loss on random rows
-      TargetWorker   a small Qwen3.5-type model with random weights (TARGETS of them)
-report()             failed runs / runs; the exit status is 1 iff `gate`, the project's own way, failed
+      TargetWorker   a small Qwen3.5-type model with random weights, compiled around its mixers
 
 flex_attention has no backward on the CPU. There this tool alone drops flex's device check, compiles with the
-backend aot_eager, and gives each thread its own number of heads: one cache entry a thread, as GPUs have.
+backend aot_eager, and gives each drafter its own number of heads: one cache entry per thread, as GPUs have.
 """
-import ast
+import contextlib
 import faulthandler
 import itertools
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -25,19 +29,23 @@ import threading
 import time
 import traceback
 from collections import Counter
-from contextlib import contextmanager, nullcontext, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 import torch
 from torch.utils.checkpoint import checkpoint
 
-_here = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.dirname(_here))
-from flex_utils import (  # noqa: E402
-    Gate, attend_flex, block_mask, compiled, make_attention, worker_compile_settings, worker_memory_settings)
-from model_drafter import (  # noqa: E402
-    Drafter, DrafterConfig, Head, LossSpec, ce_and_grad, row_loss, Batch, block_arrays)
+import flex_utils
+import model_drafter as md
+from dflash_trainer import settings
+from dflash_trainer.checkpoints import commit
+from dflash_trainer.errors import require
+from dflash_trainer.features import TappedForward
 
-meaning = {  # of each fix
+MEANING = {  # of each fix
     "none": "nothing",
     "mainwarm": "one device's first step made in the main thread, before the threads start",
     "lockattn1": "a lock around each thread's first compiled call (a layer with its attention)",
@@ -52,123 +60,183 @@ meaning = {  # of each fix
 
 # -------------------------------------------------------------------------------------------------- settings
 
-DEVICES = ["cpu", "cpu", "cpu"]  # one drafter thread each; a device may repeat; all cpu or all cuda
-FIXES = list(meaning)
-SEEDS = 3                 # runs of each (fix, new length or not): seeds 0, 1, ...
-FIRST_SEED = 0            # where the seeds begin
-GATE_SEEDS = 3            # the same for `gate` with a new length: "never fails" takes more runs than "fails"
-STEPS = 16                # each thread makes at least so many and runs on until all have
-NEW_LENGTH_AT = 8         # the first thread meets a row of twice the length at this step; 0 = never
-TARGETS = 0               # target threads beside the drafters, dealt over DEVICES
-TIMEOUT_S = 60.0          # a run that takes longer hangs
-JITTER_S = 0.5            # thread i starts after a random 0 .. i * JITTER_S seconds
-SWITCH_S = 1e-5           # Python's switch interval: at the usual 5 ms a compile starves the warm threads
-SEQ_LEN = 256             # context tokens of a row
-NUM_ANCHORS = 8
-LOSS_FORM = "checkpoint"  # or "fused", which is compiled on CUDA
-OUT = ""                  # file for the log, besides stdout
+DEVICES: list[str] = ["cpu", "cpu", "cpu"]  # one drafter thread each; may repeat; all cpu or all cuda
+FIXES: list[str] = list(MEANING)  # of the table
+SEEDS: int = 3                 # runs of each (fix, new length or not): seeds 0, 1, ...
+FIRST_SEED: int = 0            # where the seeds begin
+GATE_SEEDS: int = 3            # `gate` with a new length: "never fails" takes more runs
+STEPS: int = 16                # each thread makes at least so many and runs on until all have
+NEW_LENGTH_AT: int = 8         # the first thread meets a row of twice the length at this step; 0: never
+TARGETS: int = 0               # target threads beside the drafters, dealt over DEVICES
+TIMEOUT_S: float = 60.0        # a run that takes longer hangs
+# the storm
+COMPILES: int = 1000           # over all processes
+PROCESSES: int = 1             # at a time, each with all threads and caches of its own
+STORM_TARGETS: int = 5         # target threads
+STORM_S: float = 540.0         # ends earlier than COMPILES after so many seconds; it hangs 60 s later
+NEW_SHAPE_SHARE: float = 0.25  # of a thread's steps; the rest repeats shapes that it knows
+CONTROLS: int = 4              # control runs, until one fails
+# both
+JITTER_S: float = 0.5          # thread i starts after a random 0 .. i * JITTER_S seconds
+SWITCH_S: float = 1e-5         # Python's switch interval: at the usual 5 ms a compile starves the warm threads
+SEQ_LEN: int = 256             # context tokens of a row
+NUM_ANCHORS: int = 8
+LOSS_FORM: str = "checkpoint"  # or "fused", which is compiled on CUDA
+OUT: str = ""                  # file for the log, besides stdout
 
-SETTINGS = [name for name in globals() if name.isupper()]
+THIS_MODULE = sys.modules[__name__]
+TAPS = (0, 2)                  # of the targets' four layers
+STORM_STRIDE = 16              # tokens between the lengths of two shapes
 
 
-def value_of(text, kind):
-    """Strings are raw text, lists `a,b` or a literal, the rest literals; None = not of that type."""
-    if kind is str or (kind is list and not text.startswith("[")):
-        return text if kind is str else text.split(",")
-    with suppress(ValueError, SyntaxError):
-        value = ast.literal_eval(text)
-        return float(value) if (kind, type(value)) == (float, int) else value if type(value) is kind else None
-
-
-def override(words):
-    def require(ok, text):
-        if not ok:
-            raise SystemExit(f"compile_race: {text}")
-    for name, equals, text in (word.partition("=") for word in words):
-        require(equals and name in SETTINGS, f"unknown setting {name!r}; there are {', '.join(SETTINGS)}")
-        kind = type(globals()[name])
-        globals()[name] = value_of(text, kind)
-        require(globals()[name] is not None, f"{name}={text}: expected {kind.__name__}")
+def check_settings():
+    settings.require_positive(
+        THIS_MODULE, "SEEDS", "GATE_SEEDS", "STEPS", "TIMEOUT_S", "COMPILES", "PROCESSES", "STORM_S",
+        "NEW_SHAPE_SHARE", "CONTROLS", "SWITCH_S", "SEQ_LEN", "NUM_ANCHORS")
     gpus = {f"cuda:{i}" for i in range(torch.cuda.device_count())}
-    require(DEVICES and set(DEVICES) in ({"cpu"}, gpus & set(DEVICES)), f"DEVICES={DEVICES}: cpu, or of {gpus}")
-    require(FIXES and set(FIXES) <= set(meaning), f"FIXES={FIXES}: some of {', '.join(meaning)}")
-    require(0 <= NEW_LENGTH_AT < STEPS, f"NEW_LENGTH_AT={NEW_LENGTH_AT}: 0 (never) or less than STEPS={STEPS}")
-    require(LOSS_FORM in ("checkpoint", "fused"), f"LOSS_FORM={LOSS_FORM}: checkpoint or fused")
+    is_cpu = set(DEVICES) == {"cpu"}
+    require(DEVICES and (is_cpu or set(DEVICES) <= gpus),
+            f"DEVICES = {DEVICES}: all cpu, or of the GPUs here: {', '.join(sorted(gpus)) or 'none'}")
+    for fix in FIXES:
+        settings.require_one_of("an entry of FIXES", fix, MEANING)
+    require(0 <= NEW_LENGTH_AT < STEPS,
+            f"NEW_LENGTH_AT = {NEW_LENGTH_AT}: 0 (never) or less than STEPS = {STEPS}")
+    settings.require_one_of("LOSS_FORM", LOSS_FORM, ("checkpoint", "fused"))
+
+
+def log(text):
+    print(text, flush=True)
+    if OUT:
+        with open(OUT, "a") as file:
+            file.write(text + "\n")
 
 
 # --------------------------------------------------------------------------------------- child: one cold run
 
-
 class Race:
     """What the threads share: the attention call, the fix, and how threads failed."""
 
-    def __init__(self, fix, new_length_at, began):
-        self.fix, self.new_length_at, self.began, self.workers = fix, new_length_at, began, []
+    def __init__(self, mode, fix, new_length_at, began):
+        self.is_storm = mode == "storm"
+        self.fix = fix
+        self.new_length_at = new_length_at
+        self.began = began
+        self.workers = []
+        self.failures = {}                # name of a thread -> kind of its failure
         self.devices = [torch.device(name) for name in DEVICES]
         self.cuda = self.devices[0].type == "cuda"
-        self.lock, self.local, self.kinds = threading.Lock(), threading.local(), {}  # thread: how it failed
-        self.barrier, self.gate = threading.Barrier(len(DEVICES)), Gate(threading.Lock())
+        self.backend = "inductor" if self.cuda else "aot_eager"
+        self.lock = threading.Lock()
+        self.local = threading.local()
+        self.barrier = threading.Barrier(len(DEVICES))
         self.gated = fix.startswith("gate")
+        self.gate = flex_utils.Gate(threading.Lock())
         if self.gated:
             self.gate.forbid_compiles_outside()
-        self.attend, self.make_mask = attend_flex(), block_mask
         if self.cuda:
-            self.attend, self.make_mask = make_attention(self.devices[0], True)
-        else:  # torch refuses on a CPU what the race needs: see the top of this file
-            torch.set_num_threads(1)
-            sys.modules["torch.nn.attention.flex_attention"]._validate_device = lambda *args, **kwargs: None
+            self.attend, self.make_mask = flex_utils.make_attention(self.devices[0], True)
+        else:
+            self.attend = flex_utils.attend_flex()
+            self.make_mask = flex_utils.block_mask
+            self.allow_cpu()
+
+    def allow_cpu(self):
+        """Torch refuses on a CPU what the race needs: see the top of this file."""
+        torch.set_num_threads(1)
+        sys.modules["torch.nn.attention.flex_attention"]._validate_device = lambda *args, **kwargs: None
         if torch.version.cuda and not torch.cuda.is_available():
             # without a GPU CUDA builds swap the device guard in FakeTensorMode, unlocked, and segfault
             torch._C._ensureCUDADeviceGuardSet = lambda: None
 
-    def fixed(self, compiled):
+    def compiled(self, function, owner):
+        """torch.compile as the fix has it: with `gate` each thread owns its code objects."""
+        return flex_utils.compiled(function, owner if self.fix == "gate" else "all", self.backend)
+
+    def around_compiled(self, call):
         """A layer's compiled call, with the fixes that sit around it."""
         if self.fix in ("reent", "noreent"):
-            return lambda *args: checkpoint(compiled, *args, use_reentrant=self.fix == "reent")
+            return lambda *args: checkpoint(call, *args, use_reentrant=self.fix == "reent")
+        if self.fix != "lockattn1":
+            return call
 
         def locked_once(*args):
-            with nullcontext() if getattr(self.local, "warm", False) else self.lock:
-                y = compiled(*args)
+            is_warm = getattr(self.local, "warm", False)
+            with nullcontext() if is_warm else self.lock:
+                y = call(*args)
             self.local.warm = True
             return y
-        return locked_once if self.fix == "lockattn1" else compiled
+        return locked_once
 
-    @contextmanager
-    def around_step(self, kind, first, *signature):
-        locked = kind == "train" and first and "lockstep1" in self.fix
-        with self.gate.first_step() if self.gated else self.lock if locked else nullcontext():
-            with self.gate.work(kind, *signature) if self.gated else nullcontext():
+    @contextlib.contextmanager
+    def around_step(self, kind, is_first, *signature):
+        if self.gated:
+            with self.gate.first_step(), self.gate.work(kind, *signature):
                 yield
+        elif kind == "train" and is_first and "lockstep1" in self.fix:
+            with self.lock:
+                yield
+        else:
+            yield
+
+    def goes_on(self):
+        """Warm threads run on until all are done: they are the ones that die."""
+        if self.failures:
+            return False
+        if self.is_storm:
+            return compiles_so_far() < COMPILES / PROCESSES and time.time() - self.began < STORM_S
+        return any(worker.done < STEPS for worker in self.workers)
+
+
+def compiles_so_far():
+    """Graphs that dynamo has handed to the backend in this process."""
+    return torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
 
 
 class Worker:
+    """A thread that makes steps; step(shape) runs a row of the shape-th size."""
+
     def __init__(self, race, index, name, device, seed):
-        self.race, self.index, self.name, self.device = race, index, name, device
+        self.race = race
+        self.index = index
+        self.name = name
+        self.device = device
         self.dtype = torch.bfloat16 if race.cuda else torch.float32
         self.generator = torch.Generator().manual_seed(1000 * seed + index)
-        self.delay = JITTER_S * index * float(torch.rand((), generator=self.generator))
-        self.done, self.first_s = 0, None  # seconds from the run's start to the end of the first step
+        self.draws = random.Random(1000 * seed + index)
+        self.delay = JITTER_S * index * self.draws.random()
+        self.done = 0            # steps
+        self.shapes = 0          # different ones so far
+        self.first_s = None      # from the run's start to the end of the first step
         race.workers.append(self)
+
+    def next_shape(self):
+        if self.done == 0 or self.draws.random() < NEW_SHAPE_SHARE:
+            return self.shapes
+        return self.draws.randrange(self.shapes)
 
     def loop(self):
         race = self.race
         try:
             if race.cuda:
                 torch.cuda.set_device(self.device)
-            worker_compile_settings(len(race.workers))  # the thread's own from torch 2.12 on
-            worker_memory_settings()
+            # the thread's own from torch 2.12 on; in a storm the limit must hold all of a thread's shapes
+            flex_utils.worker_compile_settings(COMPILES if race.is_storm else len(race.workers))
+            flex_utils.worker_memory_settings()
             time.sleep(self.delay)
-            while not race.kinds and any(w.done < STEPS for w in race.workers):  # the warm run on: they die
-                self.step(self.done)
+            while race.goes_on():
+                shape = self.next_shape()
+                self.step(shape)
+                self.shapes = max(self.shapes, shape + 1)
                 self.done += 1
-                self.first_s = self.first_s or round(time.time() - race.began)
+                if self.first_s is None:
+                    self.first_s = round(time.time() - race.began)
             if race.cuda:
                 torch.cuda.synchronize(self.device)
         except threading.BrokenBarrierError:
             pass  # another thread failed
         except BaseException as error:
             traceback.print_exc()
-            race.kinds[self.name] = kind_of(error)
+            race.failures[self.name] = kind_of(error)
             race.barrier.abort()
 
 
@@ -176,66 +244,92 @@ class DrafterWorker(Worker):
     def __init__(self, race, index, device, seed):
         super().__init__(race, index, f"drafter{index}", device, seed)
         heads = 2 if race.cuda else index + 1
-        c = self.config = DrafterConfig(64, 128, 2, 2 * heads, heads, 16, 256, 4, 255, (0, 1), 4,
-                                        ("sliding_attention", "full_attention"), SEQ_LEN // 4)
-        self.drafter = Drafter(c, race.attend)
+        self.config = md.DrafterConfig(
+            hidden_size=64, intermediate_size=128, num_layers=2, num_heads=2 * heads, num_kv_heads=heads,
+            head_dim=16, vocab_size=256, block_size=4, mask_token_id=255, target_layer_ids=(0, 1),
+            num_target_layers=4, layer_types=("sliding_attention", "full_attention"),
+            sliding_window=SEQ_LEN // 4)
+        self.drafter = md.Drafter(self.config, race.attend)
         self.drafter.init_weights(seed)
         self.drafter.to(device, self.dtype)
-        owner, backend = self.name if race.fix == "gate" else "all", "inductor" if race.cuda else "aot_eager"
         for layer in self.drafter.layers:  # whole layers, as the trainer compiles them
-            layer.forward = race.fixed(compiled(layer.forward, owner, backend))
+            layer.forward = race.around_compiled(race.compiled(layer.forward, self.name))
         self.optimizer = torch.optim.AdamW(self.drafter.parameters())
-        self.embed = torch.nn.Embedding(c.vocab_size, c.hidden_size)
-        self.head = Head(torch.nn.Linear(c.hidden_size, c.vocab_size, bias=False))
+        self.embed = torch.nn.Embedding(self.config.vocab_size, self.config.hidden_size)
+        self.head = md.Head(torch.nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False))
         for frozen in (self.embed, self.head):
             frozen.requires_grad_(False).to(device, self.dtype)
-        loss = compiled(ce_and_grad, owner) if race.cuda else ce_and_grad
-        self.spec = LossSpec("decay", 4.0, LOSS_FORM, 16, loss)
+        loss = race.compiled(md.ce_and_grad, self.name) if race.cuda else md.ce_and_grad
+        self.spec = md.LossSpec("decay", 4.0, LOSS_FORM, 16, loss)
+
+    def next_shape(self):
+        if self.race.is_storm:
+            return super().next_shape()
+        return int(self.index == 0 and 0 < self.done == self.race.new_length_at)
 
     def row(self, length):
         """A random Batch: two conversations, every token supervised."""
-        c, half, at = self.config, length // 2, torch.arange(length)
+        c = self.config
+        half = length // 2
+        at = torch.arange(length)
         ids = torch.randint(c.vocab_size, (length,), generator=self.generator)
         anchors = torch.randperm(length, generator=self.generator)[:NUM_ANCHORS].sort().values
-        hidden = torch.randn(1, length, len(c.target_layer_ids) * c.hidden_size, generator=self.generator)
-        blocks = block_arrays(at // half * half, half - 1 - at % half, anchors, NUM_ANCHORS, c.block_size,
-                              self.spec.chunk)
-        tensors = [ids, at % half, *map(torch.from_numpy, blocks)]
-        return Batch(hidden.to(self.device, self.dtype), *(tensor.to(self.device) for tensor in tensors))
+        width = len(c.target_layer_ids) * c.hidden_size
+        target_hidden = torch.randn(1, length, width, generator=self.generator).to(self.dtype)
+        start = at // half * half
+        run_length = half - 1 - at % half
+        blocks = md.block_arrays(start, run_length, anchors, NUM_ANCHORS, c.block_size, self.spec.chunk)
+        tensors = [target_hidden, ids, at % half, *map(torch.from_numpy, blocks)]
+        return md.Batch(*(tensor.to(self.device) for tensor in tensors))
 
-    def step(self, n):
-        race, first = self.race, n == 0
-        length = 2 * SEQ_LEN if self.index == 0 and 0 < n == race.new_length_at else SEQ_LEN
+    def step(self, shape):
+        race = self.race
+        is_first = self.done == 0
+        length = SEQ_LEN + shape * (STORM_STRIDE if race.is_storm else SEQ_LEN)
         batch = self.row(length)
-        with race.around_step("train", first, self.device, length):
-            with race.lock if first and race.fix == "lockfwd1" else nullcontext():
-                row = row_loss(self.drafter, self.embed, self.head, batch, 0, race.make_mask, self.spec)
-            row.loss.backward()
+        with race.around_step("train", is_first, self.device, length):
+            with race.lock if is_first and race.fix == "lockfwd1" else nullcontext():
+                result = md.row_loss(
+                    self.drafter, self.embed, self.head, batch, 0, race.make_mask, self.spec)
+            result.loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if first and race.fix == "lockstep1+barrier":
+        if is_first and race.fix == "lockstep1+barrier":
             race.barrier.wait()
 
 
 class TargetWorker(Worker):
-    SHAPES = (2, 128), (1, 256), (3, 64)  # (batch, length), in turn
+    """Must be made in the main thread: concurrent construction corrupts the process."""
 
     def __init__(self, race, index, device, seed):
-        """A small hybrid model. Runs in the main thread: concurrent construction corrupts the process."""
         super().__init__(race, len(DEVICES) + index, f"target{index}", device, seed)
-        from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+        from transformers import Qwen3_5TextConfig, Qwen3_5TextModel
         config = Qwen3_5TextConfig(
             vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=4, head_dim=64,
             num_attention_heads=4, num_key_value_heads=2, linear_num_key_heads=2, linear_num_value_heads=4,
             linear_key_head_dim=64, linear_value_head_dim=64)
-        self.model = Qwen3_5ForCausalLM(config).eval().to(device, self.dtype)
+        decoder = Qwen3_5TextModel(config).eval().requires_grad_(False).to(device, self.dtype)
+        for layer in decoder.layers:  # around the mixers, whose kernels stay as they are
+            for part in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
+                part.forward = race.compiled(part.forward, self.name)
+        # captures run alone in the gate, as the trainer's; without a gate CUDA would refuse them
+        self.forward = TappedForward(decoder, TAPS) if race.gated else decoder
+
+    def size(self, shape):
+        """-> (batch, length)"""
+        if self.race.is_storm:
+            return 1 + shape % 3, 64 + STORM_STRIDE * shape
+        return ((2, 128), (1, 256), (3, 64))[shape % 3]
+
+    def next_shape(self):
+        return super().next_shape() if self.race.is_storm else self.done % 3
 
     @torch.no_grad()
-    def step(self, n):
-        shape = self.SHAPES[n % len(self.SHAPES)]
-        ids = torch.randint(256, shape, generator=self.generator).to(self.device)
-        with self.race.around_step("target", n == 0, self.device, shape):
-            self.model(ids, use_cache=False)
+    def step(self, shape):
+        size = self.size(shape)
+        ids = torch.randint(256, size, generator=self.generator).to(self.device)
+        with self.race.around_step("target", self.done == 0, self.device, size):
+            self.forward(ids)
 
 
 def kind_of(error):
@@ -244,102 +338,166 @@ def kind_of(error):
         return "FX crash"
     if "ran uncompiled (dense)" in text:
         return "dense fallback"
-    return f"other: {type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:80]}"
+    first_line = (str(error).strip() or "-").splitlines()[0]
+    return f"other: {type(error).__name__}: {first_line[:80]}"
 
 
-def child(settings, fix, new_length_at, seed, began):
+def child(mode, fix, new_length_at, seed, began):
     """One run in this process, started at time() `began`; the last line says how every thread ended."""
-    globals().update(settings)
+    seed = int(seed)
+    began = float(began)
     sys.setswitchinterval(SWITCH_S)
     faulthandler.enable()
-    # where it hangs, before one_run() kills it; imports alone may take many seconds
-    faulthandler.dump_traceback_later(max(1.0, 0.9 * TIMEOUT_S - (time.time() - began)))
+    # where it hangs, before cold_run() kills it; imports alone may take many seconds
+    faulthandler.dump_traceback_later(max(1.0, 0.95 * time_limit(mode) - (time.time() - began)))
     torch.manual_seed(seed)
-    race = Race(fix, new_length_at, began)
+    race = Race(mode, fix, int(new_length_at), began)
     for i, device in enumerate(race.devices):
         DrafterWorker(race, i, device, seed)
-    for i in range(TARGETS):
+    for i in range(STORM_TARGETS if race.is_storm else TARGETS):
         TargetWorker(race, i, race.devices[i % len(DEVICES)], seed)
     if fix == "mainwarm":
-        worker_compile_settings(len(race.workers))
-        worker_memory_settings()
+        flex_utils.worker_compile_settings(len(race.workers))
         race.workers[0].step(0)
     threads = [threading.Thread(target=worker.loop, name=worker.name) for worker in race.workers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    print("RESULT " + json.dumps({
-        "kinds": race.kinds, "steps": [worker.done for worker in race.workers], "fla": "fla" in sys.modules,
+    result = {
+        "failures": race.failures,
+        "steps": [worker.done for worker in race.workers],
+        "shapes": [worker.shapes for worker in race.workers],
         "first_s": [worker.first_s for worker in race.workers],
-        "names": [torch.cuda.get_device_name(d) if race.cuda else "CPU" for d in race.devices]}), flush=True)
+        "compiles": compiles_so_far(),
+        "seconds": round(time.time() - began, 1),
+        "fla": "fla" in sys.modules,
+        "cards": [torch.cuda.get_device_name(device) if race.cuda else "CPU" for device in race.devices],
+    }
+    print("RESULT " + json.dumps(result), flush=True)
     os._exit(0)  # a crash can leave behind what an orderly end would wait for
 
 
-def one_run(fix, new_length_at, seed):
-    """One cold run in a fresh process -> {fix, later, text, kinds {thread: failure}, steps, names, fla}."""
-    what = json.dumps([{name: globals()[name] for name in SETTINGS}, fix, new_length_at, seed, time.time()])
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache, \
-            open(f"{cache}/log", "w+", errors="replace") as log:
-        env = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
-        process = subprocess.Popen([sys.executable, __file__, "child", what], env={**os.environ, **env},
-                                   stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+# ------------------------------------------------------------------------------------------------ the parent
+
+def time_limit(mode):
+    return STORM_S + 60 if mode == "storm" else TIMEOUT_S
+
+
+def cold_run(mode, fix, new_length_at, seed):
+    """One run in a fresh process with empty caches -> child's result, with `fix`, `later` (was there to be a
+    new length?) and `text` (all that it printed)."""
+    with contextlib.ExitStack() as stack:
+        cache = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        output = stack.enter_context(open(f"{cache}/log", "w+", errors="replace"))
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
+        words = [mode, fix, new_length_at, seed, time.time()]
+        command = [sys.executable, __file__, "child", *map(str, words), *settings.as_words(THIS_MODULE)]
+        process = subprocess.Popen(
+            command, env={**os.environ, **caches}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(TIMEOUT_S)
-        ended = "hang" if process.poll() is None else f"other: ended with status {process.returncode}"
+            process.wait(time_limit(mode))
+        hangs = process.poll() is None
         with suppress(ProcessLookupError, PermissionError):  # a hanging child; inductor's workers
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        log.seek(0)
-        text = log.read()
-    said = next((json.loads(line[7:]) for line in text.splitlines() if line.startswith("RESULT ")), {})
-    return {"kinds": {"process": ended}, **said, "fix": fix, "later": new_length_at > 0, "text": text}
+        output.seek(0)
+        text = output.read()
+    run = {"failures": {"process": "hang" if hangs else f"other: ended with status {process.returncode}"}}
+    for line in text.splitlines():
+        if line.startswith("RESULT "):
+            run = json.loads(line.removeprefix("RESULT "))
+    return {**run, "fix": fix, "later": new_length_at > 0, "text": text}
 
 
-def report(runs):
-    """What it was measured with, and the table."""
-    def cell(fix, later):
-        these = [bool(run["kinds"]) for run in runs if (run["fix"], run["later"]) == (fix, later)]
-        return f"{sum(these)}/{len(these)}"
-
-    def kinds(fix):  # each kind once a run
-        count = Counter(k for run in runs if run["fix"] == fix for k in set(run["kinds"].values()) or {"ok"})
-        return ", ".join(f"{kind.replace('|', '/')} x{n}" for kind, n in count.most_common())
-    first = next((run for run in runs if "names" in run), {"names": DEVICES, "fla": False})
-    where = ", ".join(f"{n} on {d} ({k})" for (d, k), n in Counter(zip(DEVICES, first["names"])).items())
-    git = subprocess.run("git describe --always --dirty".split(), cwd=_here, capture_output=True, text=True)
-    fla = f" with{'' if first['fla'] else 'out'} flash-linear-attention" if TARGETS else ""
-    return "\n".join([
-        f"torch {torch.__version__.split('+')[0]}; drafter threads: {where}; target threads: {TARGETS}{fla}; "
-        f"commit {git.stdout.strip() or 'none'}", "",
-        "| fix | crashes/runs, no new length | crashes/runs, new length later | how the runs ended |",
-        "|---|---|---|---|",
-        *(f"| `{f}`: {meaning[f]} | {cell(f, False)} | {cell(f, True)} | {kinds(f)} |" for f in FIXES)])
+def log_surprise(run):
+    """The end of what a run printed, unless it ended well or in the crash that is expected."""
+    if set(run["failures"].values()) - {"FX crash"}:
+        print(run["text"][-3000:], file=sys.stderr)
 
 
-def main(words):
-    override(words)
-    runs, log = [], open(OUT or os.devnull, "w")
+def environment(runs, n_targets):
+    """What it was measured with."""
+    first = next((run for run in runs if "cards" in run), {"cards": DEVICES, "fla": False})
+    counts = Counter(zip(DEVICES, first["cards"]))
+    where = ", ".join(f"{count} on {device} ({card})" for (device, card), count in counts.items())
+    fla = f" with{'' if first['fla'] else 'out'} flash-linear-attention" if n_targets else ""
+    return (f"torch {torch.__version__.split('+')[0]}; drafter threads: {where}; target threads: "
+            f"{n_targets}{fla}; commit {commit() or 'none'}")
 
-    def say(text):
-        for file in (sys.stdout, log):
-            print(text, file=file, flush=True)
-    say(" ".join(f"{name}={globals()[name]}" for name in SETTINGS if name != "OUT"))
-    for fix, at in itertools.product(FIXES, dict.fromkeys((0, NEW_LENGTH_AT))):
-        seeds = GATE_SEEDS if fix == "gate" and at else SEEDS
+
+def table_of(runs):
+    """Markdown: failed runs / runs of each fix."""
+    lines = ["| fix | crashes/runs, no new length | crashes/runs, new length later | how the runs ended |",
+             "|---|---|---|---|"]
+    for fix in FIXES:
+        of_fix = [run for run in runs if run["fix"] == fix]
+        cells = []
+        for later in (False, True):
+            failed = [bool(run["failures"]) for run in of_fix if run["later"] == later]
+            cells.append(f"{sum(failed)}/{len(failed)}")
+        ends = Counter()
+        for run in of_fix:
+            ends.update(set(run["failures"].values()) or {"ok"})  # each kind once per run
+        how = ", ".join(f"{kind.replace('|', '/')} x{n}" for kind, n in ends.most_common())
+        lines.append(f"| `{fix}`: {MEANING[fix]} | {cells[0]} | {cells[1]} | {how} |")
+    return "\n".join(lines)
+
+
+def table():
+    runs = []
+    for fix, new_length_at in itertools.product(FIXES, dict.fromkeys((0, NEW_LENGTH_AT))):
+        seeds = GATE_SEEDS if fix == "gate" and new_length_at else SEEDS
         for seed in range(FIRST_SEED, FIRST_SEED + seeds):
-            begin, run = time.monotonic(), one_run(fix, at, seed)
+            began = time.monotonic()
+            run = cold_run("race", fix, new_length_at, seed)
             runs.append(run)
-            say(f"{fix}, {f'new length at step {at}' if at else 'no new length'}, seed {seed}: "
-                f"{run['kinds'] or 'ok'}, steps {run.get('steps')}, the first ended after "
-                f"{run.get('first_s')} s, all {time.monotonic() - begin:.1f} s")
-            if set(run["kinds"].values()) - {"FX crash"}:
-                print(run["text"][-3000:], file=sys.stderr)
-    say(f"\n{report(runs)}")
-    sys.exit(int(any(run["fix"] == "gate" and run["kinds"] for run in runs)))
+            when = f"new length at step {new_length_at}" if new_length_at else "no new length"
+            log(f"{fix}, {when}, seed {seed}: {run['failures'] or 'ok'}, steps {run.get('steps')}, "
+                f"first steps ended after {run.get('first_s')} s, all {time.monotonic() - began:.1f} s")
+            log_surprise(run)
+    log(f"\n{environment(runs, TARGETS)}\n\n{table_of(runs)}")
+    return int(any(run["fix"] == "gate" and run["failures"] for run in runs))
+
+
+def log_storm(fix, seed, run):
+    log(f"{fix}, seed {seed}: {run['failures'] or 'ok'}, {run.get('compiles')} compiles in "
+        f"{run.get('seconds')} s; by thread, shapes {run.get('shapes')}, steps {run.get('steps')}")
+    log_surprise(run)
+
+
+def storm():
+    seeds = range(FIRST_SEED, FIRST_SEED + PROCESSES)
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        runs = list(pool.map(lambda seed: cold_run("storm", "gate", 0, seed), seeds))
+    for seed, run in zip(seeds, runs):
+        log_storm("gate", seed, run)
+    failed = sum(bool(run["failures"]) for run in runs)
+    compiles = sum(run.get("compiles", 0) for run in runs)
+    controls = []
+    while len(controls) < CONTROLS and not any(run["failures"] for run in controls):
+        controls.append(cold_run("storm", "none", 0, FIRST_SEED + len(controls)))
+        log_storm("none", FIRST_SEED + len(controls) - 1, controls[-1])
+    control_fails = any(run["failures"] for run in controls)
+    log(f"\n{environment(runs, STORM_TARGETS)}\n"
+        f"gate: {compiles} compiles in {PROCESSES} processes, {failed} failed; "
+        f"without it: {'failed' if control_fails else 'did not fail'}, {len(controls)} runs")
+    return int(failed > 0 or compiles < COMPILES or not control_fails)
+
+
+def start(mode="table", *words):
+    if mode == "child":
+        child(*words)
+    require(not words, f"{' '.join(words)}: settings are given as NAME=VALUE")
+    settings.require_one_of("mode", mode, ("table", "storm"))
+    check_settings()
+    log(" ".join(settings.as_words(THIS_MODULE)))
+    return storm() if mode == "storm" else table()
+
+
+def main(argv):
+    return settings.run_program(THIS_MODULE, start, argv, positional=6)
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        sys.exit(print(__doc__))
-    child(*json.loads(sys.argv[2])) if sys.argv[1:2] == ["child"] else main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))
