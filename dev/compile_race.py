@@ -1,7 +1,7 @@
 """Which ways of compiling in several threads survive? A table of fixes, and a storm of compiles.
 
     python dev/compile_race.py [NAME=VALUE ...]         e.g. DEVICES=cuda:0,cuda:1 TARGETS=4 FIXES=none,gate
-    python dev/compile_race.py storm [NAME=VALUE ...]   e.g. DEVICES=cuda:0,cuda:0,cuda:0 COMPILES=200 PROCESSES=4
+    python dev/compile_race.py storm [NAME=VALUE ...]   e.g. DEVICES=cuda:0,cuda:0,cuda:0 COMPILES=200
 
 table()              every (fix, with or without a new row length later, seed); exit code 1 iff `gate`, the
                      project's own way, failed
@@ -78,7 +78,7 @@ NEW_SHAPE_SHARE: float = 0.25  # of a thread's steps; the rest repeats shapes th
 CONTROLS: int = 4              # control runs, until one fails
 # both
 JITTER_S: float = 0.5          # thread i starts after a random 0 .. i * JITTER_S seconds
-SWITCH_S: float = 1e-5         # Python's switch interval: at the usual 5 ms a compile starves the warm threads
+SWITCH_S: float = 1e-5         # Python's switch interval: at the usual 5 ms compiles starve warm threads
 SEQ_LEN: int = 256             # context tokens of a row
 NUM_ANCHORS: int = 8
 LOSS_FORM: str = "checkpoint"  # or "fused", which is compiled on CUDA
@@ -393,8 +393,8 @@ def cold_run(mode, fix, new_length_at, seed):
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
         words = [mode, fix, new_length_at, seed, time.time()]
         command = [sys.executable, __file__, "child", *map(str, words), *settings.as_words(THIS_MODULE)]
-        process = subprocess.Popen(
-            command, env={**os.environ, **caches}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(command, env={**os.environ, **caches}, stdout=output,
+                                   stderr=subprocess.STDOUT, start_new_session=True)
         with suppress(subprocess.TimeoutExpired):
             process.wait(time_limit(mode))
         hangs = process.poll() is None

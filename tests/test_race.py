@@ -1,4 +1,4 @@
-"""dev/compile_race.py on the CPU: the gate survives new lengths, doing nothing does not (torch 2.11, 2.12)."""
+"""dev/compile_race.py on the CPU: the gate survives new shapes, doing nothing does not (torch 2.11, 2.12)."""
 import sys
 from pathlib import Path
 
