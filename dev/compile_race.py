@@ -358,6 +358,7 @@ def child(mode, fix, new_length_at, seed, began):
         TargetWorker(race, i, race.devices[i % len(DEVICES)], seed)
     if fix == "mainwarm":
         flex_utils.worker_compile_settings(len(race.workers))
+        flex_utils.worker_memory_settings()
         race.workers[0].step(0)
     threads = [threading.Thread(target=worker.loop, name=worker.name) for worker in race.workers]
     for thread in threads:
