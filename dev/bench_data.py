@@ -57,12 +57,13 @@ def measure():
               f"load {os.getloadavg()[0]:.1f}", flush=True)
 
         def read():
-            return td.read_conversations(str(path), tokenizer, "DATA", len(tokenizer))
+            return td.read_conversations("DATA", str(path), tokenizer, len(tokenizer))
         timed("first start (tokenises)", read)
         data = timed("second start", read)
         longest = int(data.lengths.max())
         rows = timed("pack one epoch", lambda: rows_module.pack(data.lengths, 0, 0, td.SEQ_LEN))
-        timed("target shapes", lambda: features.choose_target_batches(data.lengths, longest, td.SEQ_LEN, CALL_TOKENS))
+        timed("target shapes", lambda: features.choose_target_batches(
+            data.lengths, longest, td.SEQ_LEN, CALL_TOKENS))
     tokens = data.stats["tokens"]
     padding = 1 - tokens / (len(rows) * td.SEQ_LEN)
     print(f"mean {tokens / len(data):.1f} tokens per conversation; {padding:.4f} of "
