@@ -52,7 +52,7 @@ from dflash_trainer.errors import require, user_error_on
 from dflash_trainer.features import TappedForward, choose_target_batches
 from dflash_trainer.rows import EvalRows, Row, RowStream, inspect_data
 from dflash_trainer.run_log import LogFiles, RowStats, RunLog, StepStats
-from dflash_trainer.target_config import drafter_config, load_config, load_tokenizer
+from dflash_trainer.target_config import drafter_config, end_tokens, load_config, load_tokenizer
 from dflash_trainer.token_cache import Settings, build_conversations
 from dflash_trainer.workers import Workers, start_thread
 
@@ -141,7 +141,8 @@ FIRST_STEP_LOCK = threading.Lock()  # held by every worker thread around its who
 
 def read_conversations(name, spec, tokenizer, vocab_size, out=None, tick=lambda: None):
     """The files of DATA or EVAL_DATA (`name`) -> Conversations, from the token cache after the first time."""
-    reader = Settings(tokenizer, SEQ_LEN, CHAT_TEMPLATE_KWARGS, vocab_size)
+    ends = end_tokens(TARGET, tokenizer)
+    reader = Settings(tokenizer, SEQ_LEN, CHAT_TEMPLATE_KWARGS, vocab_size, ends)
     return build_conversations(spec, reader, MAX_BAD_SHARE, name, out, tick)
 
 

@@ -1,232 +1,703 @@
-"""Messages -> token ids and turns: which tokens the assistant said, on the final token sequence.
+"""Chats -> text and the stretches of it that the assistant said.
+
+    AnswerFinder.find(chat) -> (text, [Stretch])     in characters of the text that the chat template makes
+    mask_tokens(ids, offsets, stretches)             -> turn number of each token
+
+How: the conversation is rendered once more as a *skeleton*, in which every text is replaced by a numbered mark.
+The skeleton says what the template writes between the texts, and walking the real text along it says where each
+one stands. What the target itself emits around its texts (channel names, <tool_call>, its end of turn) follows
+from two more renderings: of the prompt before an answer, and of the conversation that ends with it.
+
+    skeleton   <|im_start|>user\n[0]<|im_end|>\n<|im_start|>assistant\n[1]<|im_end|>\n
+    text       <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n
+    said                                                              ^^^^^^^^^^^^^^^^
+
+Conversations of the same shape share a skeleton: what was learnt from one is kept (Layout), so most need a single
+rendering. One rule decides what is refused: every piece of an assistant's message (its text, each call with name
+and arguments, the last answer's thought) stands in the text as often as it was said, in its place.
 """
 import functools
+import json
 import os
 import re
+from collections.abc import Collection, Iterable
+from datetime import datetime
+from typing import NamedTuple
 
 import numpy as np
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from dflash_trainer.chat_lines import REASONING, BadLine
+from dflash_trainer.chat_lines import THOUGHT_KEYS, BadLine, Chat
 from dflash_trainer.errors import UserError
 
-OPEN, CLOSE = "\ufdd0", "\ufdd1"  # around sentinels: Unicode noncharacters, meant for a program's own use
-SENTINEL = re.compile(f"{OPEN}(\\d+){CLOSE}")
+OPEN, CLOSE = "\ufdd0", "\ufdd1"  # around a mark's number: Unicode noncharacters, meant for a program's own use
+MARK = re.compile(f"{OPEN}(\\d+){CLOSE}")
+PROBE = f"{OPEN}{10 ** 9}{CLOSE}"
 EMPTY_BLOCK = re.compile(r"([<\[◁]\W?)(\w+)(\W?[>\]▷])\s*\1/\2\3\s*")  # such as <think>\n\n</think>\n\n
+THOUGHT_TAG = re.compile(r"[<\[◁|]+/?[\w:]*(?:think|thought|reason)\w*[>\]▷|]+", re.IGNORECASE)
+THOUGHT_END = re.compile(r"\s*[<\[◁]/[\w:]*(?:think|thought|reason)\w*[>\]▷]\s*", re.IGNORECASE)
+ONLY_TAGS = re.compile(r"(?:\s|<[^<>]*>|\[[^\[\]]*\]|◁[^◁▷]*▷)*")
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+TEMPLATE_DATE = "2026-01-01"  # what strftime_now writes, on every day: CHAT_TEMPLATE_KWARGS may name another
+MOST_LAYOUTS = 20_000         # shapes that are remembered
+
+TEXT, THOUGHT, CALL, ARGUMENTS, ASKED = "text", "thought", "tool call", "arguments of a tool call", "context"
 
 
-def render_chat(tokenizer, messages, tools, template_kwargs, prompt=False):
-    """The template's text. What a template raises (raise_exception, a missing field) is the row's fault."""
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **template_kwargs)
-    except Exception as e:
-        raise BadLine(f"chat template: {(str(e).strip() or type(e).__name__).splitlines()[0][:200]}") from None
+class Stretch(NamedTuple):
+    """What the assistant says in one turn, in characters of the text."""
+    turn: int       # from 1
+    start: int      # where the target's prompt ends
+    text_end: int   # where its own text ends
+    end: int        # where its end of turn ends: text_end if it has none
 
 
-def supervise(tokenizer, messages, tools, template_kwargs, cut):
-    """Messages -> (ids int32 (n,), turn int16 (n,)), found on the tokens of the whole rendered conversation.
-
-    Text between generation tags where the template has them, else what skeleton_spans finds. A turn
-    runs from where a generation prompt ends to its end of turn, so it holds what the model itself must emit
-    (<tool_call>, channel names). BadRow where renderings don't agree: such a mask is never used.
-    """
-    if tokenizer is None or not tokenizer.chat_template:
-        raise UserError("TARGET: has no tokenizer with a chat template; input_ids + loss_mask rows need none")
-    final = render_chat(tokenizer, messages, tools, template_kwargs)
-    if OPEN in final or CLOSE in final:
-        raise BadLine("mask: the text holds U+FDD0 or U+FDD1, which mark answers here")
-    called = [call["function"]["name"] for m in messages for call in m.get("tool_calls", ())]
-    if not all(name in final for name in called):
-        raise BadLine("the chat template leaves tool calls out")
-    try:
-        final.encode()
-    except UnicodeEncodeError:
-        raise BadLine("half of a surrogate pair in the text") from None
-    template = tokenizer.get_chat_template(None, tools)
-    special = special_tokens(tokenizer)
-    if re.search(r"\{%-?\s*generation\s*-?%\}", template):
-        spans = tagged_spans(tokenizer, template, messages, tools, template_kwargs, special, cut)
-    else:
-        spans = skeleton_spans(tokenizer, template, messages, tools, template_kwargs, special, cut, final)
-    return tokens_of(tokenizer, final, spans)
+class Piece(NamedTuple):
+    """A text that a mark stands for."""
+    text: str
+    message: int    # number of its message
+    kind: str
+    call: int       # number of the tool call in the message, or -1
 
 
-def special_tokens(tokenizer):
-    """Pattern of any special token; matches nothing when there are none."""
-    words = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
-    words = sorted(words | set(tokenizer.all_special_tokens), key=len, reverse=True)
-    return re.compile("|".join(re.escape(w) for w in words if w) or "(?!)")
+class TemplateRefused(BadLine):
+    """What a template raised: raise_exception, a missing field."""
 
 
-def tokens_of(tokenizer, final, spans):
-    """Spans (turn, start, end of the text, end of turn) in characters -> ids, turn.
-
-    A token across a span's border is left out: the target, prompted up to that border, splits it differently.
-    """
-    encoded = tokenizer(final, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids = np.array(encoded["input_ids"], np.int32)
-    begin, end = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
-    # trim_offsets (Llama 3) gives tokens of white space no width: they begin where the token before ended
-    before = np.concatenate([[0], np.maximum.accumulate(end)[:-1]]) if len(end) else end
-    begin = np.where(begin == end, np.minimum(begin, before), begin)
-    turn = np.zeros(len(ids), np.int16)
-    for t, start, text_end, turn_end in spans:
-        # an end of turn may swallow the newline after it (rstrip), so only its beginning counts
-        turn[(begin >= start) & (begin < turn_end) & ((end <= text_end) | (begin >= text_end))] = t
-        if not (turn == t).any():
-            raise BadLine("mask: an answer that lies inside one token of the template")
-    return ids, turn
+# -------------------------------------------------------------------------------------------- rendering
 
 
-def tagged_spans(tokenizer, template, messages, tools, template_kwargs, special, cut):
-    """Spans between {% generation %} tags; tags with nothing between them belong to one turn."""
-    (final,), (tagged,) = render_jinja_template(
-        conversations=[messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True,
-        **{**tokenizer.special_tokens_map, **template_kwargs})
-    said = [m for m in messages if m["role"] == "assistant"]
-    spans, turn, last = [], 0, -1
-    for a, b in tagged:
-        turn, last, text = turn + (a != last), b, final[a:b].rstrip()
-        block = None if any(map(says_empty_block, said)) else EMPTY_BLOCK.match(text)
-        start = a + len(block.group()) if block else a
-        closers = [m for m in special.finditer(text) if m.end() == len(text)]
-        closer = closers[0] if closers else special.match(final, b)
-        if text and closer:
-            at = a if closers else 0
-            spans.append((turn, start, at + closer.start(), at + closer.end()))
-        elif text:
-            spans.append((turn, start, b, b))
-    if not spans or said[-1]["content"].split(">")[-1].strip() not in "".join(final[a:b] for a, b in tagged):
-        raise BadLine("mask: the last answer is not between the template's generation tags")
-    return [*spans[:-1], (*spans[-1][:3], spans[-1][2])] if cut else spans
+class ChatTemplate:
+    """A tokenizer's chat template with all that shapes its text beside the messages."""
+
+    def __init__(self, tokenizer, template_kwargs: dict):
+        if tokenizer is None or not tokenizer.chat_template:
+            raise UserError("TARGET: has no tokenizer with a chat template; input_ids + loss_mask rows need none")
+        self.tokenizer = tokenizer
+        date = template_kwargs.get("strftime_now", TEMPLATE_DATE)
+        try:
+            day = datetime.fromisoformat(date)
+        except (TypeError, ValueError):
+            raise UserError(f"CHAT_TEMPLATE_KWARGS: strftime_now = {date!r}: a date such as 2026-01-31 is expected"
+                            ) from None
+        self.variables = {**tokenizer.special_tokens_map, **template_kwargs, "strftime_now": day.strftime}
+
+        self.sources = {}
+
+    def source(self, has_tools: bool) -> str:
+        """Its text; some tokenizers have another one for conversations with tools."""
+        if has_tools not in self.sources:
+            self.sources[has_tools] = self.tokenizer.get_chat_template(None, [{}] if has_tools else None)
+        return self.sources[has_tools]
+
+    def render(self, messages: list, tools: list | None, prompt: bool = False, blocks: list | None = None) -> str:
+        """The text of a conversation, with the generation prompt if `prompt`. `blocks` gets the (start, end) of
+        what stands between {% generation %} tags. What a template raises is the row's fault: BadLine."""
+        template = _compile_jinja_template(self.source(bool(tools)))
+        data = {
+            "messages": [with_thoughts(message) for message in messages],
+            "tools": tools, "documents": None, "add_generation_prompt": prompt, **self.variables}
+        try:
+            if blocks is None:
+                return template.render(**data)
+            written = []
+            with template.environment.activate_tracker(written, blocks):
+                for part in template.generate(**data):
+                    written.append(part)
+            return "".join(written)
+        except Exception as e:
+            reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+            raise TemplateRefused(f"chat template: {reason[:200]}") from None
 
 
-def says_empty_block(message):
-    return any(EMPTY_BLOCK.match(message.get(k, "").lstrip()) for k in ("content", *REASONING))
+def with_thoughts(message: dict) -> dict:
+    """The message with its thought under each name that templates read it by."""
+    if "reasoning_content" not in message:
+        return message
+    return {**dict.fromkeys(THOUGHT_KEYS, message["reasoning_content"]), **message}
 
 
-@functools.lru_cache
-def tags_of(template):
-    """Pattern of every tag that a template mentions: what it can look for in an answer's text."""
+def with_argument_texts(messages: list, texts: Iterable[str]) -> list:
+    """The messages with the arguments of their calls as JSON text, for templates that can't take objects."""
+    texts = iter(texts)
+    out = []
+    for message in messages:
+        if "tool_calls" in message:
+            calls = [{**call, "function": {**call["function"], "arguments": next(texts)}}
+                     for call in message["tool_calls"]]
+            message = {**message, "tool_calls": calls}
+        out.append(message)
+    return out
+
+
+# --------------------------------------------------------------------------------------------- skeletons
+
+
+@functools.lru_cache(8)
+def tags_of(template: str) -> re.Pattern:
+    """Pattern of every tag that a template mentions: what it can look for in a text."""
     tags = set(re.findall(r"<[^<>\s\"'{}]{1,40}>|\[/?\w+\]|◁/?\w+▷", template)) or {OPEN}
-    return re.compile("(" + "|".join(re.escape(t) for t in sorted(tags, key=len, reverse=True)) + ")")
+    longest_first = sorted(tags, key=len, reverse=True)
+    return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
 
-def skeleton_of(messages, template):
-    """Assistant text -> numbered sentinels. -> (messages, texts, [message number], [is a tool's name]).
+class Way(NamedTuple):
+    """How a skeleton is made. The first way that can be followed is taken."""
+    asked: str        # texts of others: "whole" replaced, "parts" (as in answers), or "shown" as they are
+    arguments: bool   # replace the texts in a call's arguments, too
 
-    White space at the ends and the template's own tags stay as they are, so a template that strips, or that
-    looks for </think>, treats the skeleton as it treats the text.
+
+WAYS = Way("whole", True), Way("parts", True), Way("shown", True), Way("whole", False), Way("shown", False)
+
+
+class Skeleton:
+    """Messages whose texts are replaced by marks.
+
+    In answers, white space at the ends and the template's own tags stay as they are, so a template that strips,
+    or that looks for </think>, treats the skeleton as it treats the text.
     """
-    texts, owner, named, out = [], [], [], []
 
-    def hide(text, m, name=False):
-        parts = tags_of(template).split(text)
+    def __init__(self, messages: list, tags: re.Pattern, way: Way):
+        self.pieces = []
+        self.shown = []      # (message, call, key, value) of arguments that aren't replaced
+        self.tags = tags
+        self.way = way
+        self.messages = [self.replaced(number, message) for number, message in enumerate(messages)]
+
+    def mark(self, text: str, number: int, kind: str, call: int = -1) -> str:
+        self.pieces.append(Piece(text, number, kind, call))
+        return f"{OPEN}{len(self.pieces) - 1}{CLOSE}"
+
+    def replaced(self, number: int, message: dict) -> dict:
+        out = dict(message)
+        content = message["content"]
+        if message["role"] == "assistant":
+            if "reasoning_content" in message:
+                out["reasoning_content"] = self.parts(message["reasoning_content"], number, THOUGHT)
+            out["content"] = self.parts(content, number, TEXT, self.end_of_thought(content))
+            if "tool_calls" in message:
+                calls = enumerate(message["tool_calls"])
+                out["tool_calls"] = [self.replaced_call(number, n, call) for n, call in calls]
+        elif content.strip() and self.way.asked == "whole":
+            out["content"] = self.mark(content, number, ASKED)
+        elif self.way.asked == "parts":
+            out["content"] = self.parts(content, number, ASKED)
+        return out
+
+    def parts(self, text: str, number: int, kind: str, thought_end: int = 0) -> str:
+        """Text with its parts between the template's tags replaced; those before `thought_end` are a thought."""
+        parts = self.tags.split(text)
+        at = 0
         for n, part in enumerate(parts):
-            if n % 2 == 0 and part.strip():
-                parts[n] = part.replace(part.strip(), f"{OPEN}{len(texts)}{CLOSE}", 1)
-                texts.append(part.strip()), owner.append(m), named.append(name)
+            bare = part.strip()
+            if n % 2 == 0 and bare:
+                mark = self.mark(bare, number, THOUGHT if at < thought_end else kind)
+                parts[n] = part.replace(bare, mark, 1)
+            at += len(part)
         return "".join(parts)
 
-    for m, message in enumerate(messages):
-        if message["role"] == "assistant":
-            message = {k: hide(v, m) if k in ("content", *REASONING) else v for k, v in message.items()}
-            functions = [call["function"] for call in message.get("tool_calls", ())]
-            functions = [{**f, "name": hide(f["name"], m, True)} for f in functions]
-            calls = [{**call, "function": f} for call, f in zip(message.get("tool_calls", ()), functions)]
-            message.update({"tool_calls": calls} if calls else {})
-        out.append(message)
-    return out, texts, owner, named
+    def end_of_thought(self, content: str) -> int:
+        """Where a thought at the beginning of a content ends: <think>...</think>, or ...</think> where the prompt
+        has opened it. 0 if there is none, or the template knows no such tags."""
+        closed = [m for m in self.tags.finditer(content) if THOUGHT_TAG.fullmatch(m[0]) and is_closing(m[0])]
+        if not closed:
+            return 0
+        end = closed[0].start()
+        opened = [m.start() for m in THOUGHT_TAG.finditer(content, 0, end) if not is_closing(m[0])]
+        if opened and content[:opened[0]].strip():
+            return 0  # a text that mentions the tags
+        return end
+
+    def replaced_call(self, number: int, n: int, call: dict) -> dict:
+        function = call["function"]
+        name = function["name"]
+        name_mark = self.mark(name, number, CALL, n)
+        arguments = function["arguments"]
+        if isinstance(arguments, str):
+            arguments = self.mark(arguments, number, ARGUMENTS, n)
+        else:
+            arguments = self.replaced_leaves(arguments, number, n, "")
+        out = {**call, "function": {**function, "name": name_mark, "arguments": arguments}}
+        if name in call.get("id", ""):  # some templates write functions.NAME:0 in place of the name
+            out["id"] = call["id"].replace(name, name_mark, 1)
+        return out
+
+    def replaced_leaves(self, value: object, number: int, n: int, key: str) -> object:
+        if isinstance(value, dict) and value:
+            return {k: self.replaced_leaves(item, number, n, k) for k, item in value.items()}
+        if isinstance(value, list) and value:
+            return [self.replaced_leaves(item, number, n, key) for item in value]
+        if isinstance(value, str) and value.strip() and self.way.arguments:
+            return self.mark(value, number, ARGUMENTS, n)
+        if key:
+            self.shown.append((number, n, key, value))
+        return value
 
 
-def align(final, parts, texts):
-    """Walk the final text along its skeleton: [(start, end)] of each sentinel. BadRow where they differ."""
-    spans, at = [], 0
-    for n, part in enumerate(parts):
-        text = texts[int(part)] if n % 2 else part
-        if not final.startswith(text, at):
-            raise BadLine("mask: the template rewrites an answer in a way that can't be followed")
-        if n % 2:
-            spans.append((at, at + len(text)))
-        at += len(text)
-    if at != len(final):
+def is_closing(tag: str) -> bool:
+    return tag[1:2] == "/" or "END" in tag
+
+
+def forms_of(piece: Piece) -> Iterable[str]:
+    """How a template may write a piece. An assistant's text stands as it is; what others say and a call's
+    arguments may be stripped, or stand in JSON."""
+    yield piece.text
+    if piece.kind not in (ASKED, ARGUMENTS):
+        return
+    for text in (piece.text, piece.text.strip(), piece.text.rstrip(), piece.text.lstrip()):
+        yield text
+        yield json.dumps(text, ensure_ascii=False)[1:-1]
+        yield json.dumps(text)[1:-1]
+
+
+def shortened(text: str) -> str:
+    text = " ".join(text.split())
+    return repr(text if len(text) <= 40 else text[:37] + "...")
+
+
+def missing(piece: Piece, verb: str = "leaves out") -> BadLine:
+    if piece.kind == CALL:
+        return BadLine(f"the chat template {verb.split()[0]} tool calls {verb.partition(' ')[2]}".rstrip()
+                       + f": {shortened(piece.text)}")
+    kind = {TEXT: "text of an answer", THOUGHT: "the thought before the last answer",
+            ARGUMENTS: "arguments of tool calls", ASKED: "a message"}[piece.kind]
+    return BadLine(f"the chat template {verb} {kind}: {shortened(piece.text)}")
+
+
+# ----------------------------------------------------------------------------------------------- layouts
+
+
+class TurnPlace(NamedTuple):
+    """Where a turn stands, from its marks."""
+    turn: int
+    first: int      # number of its first mark, in the order of the text
+    before: int     # characters before that mark which the target emits
+    last: int       # number of its last mark
+    text_end: int   # characters after that mark that belong to its text
+    end: int        # and that belong to its text and end of turn
+
+
+class Layout(NamedTuple):
+    """What a template makes of conversations of one shape."""
+    literals: list      # its own texts: before the first mark, between marks, after the last one
+    order: list         # the marks between them: numbers of pieces
+    places: list        # TurnPlace
+    spliced: bool       # the template drops the last answer's thought, which follows the target's prompt
+
+
+def split_at_marks(text: str) -> tuple[list, list]:
+    parts = MARK.split(text)
+    return parts[::2], [int(number) for number in parts[1::2]]
+
+
+def walk(text: str, layout: Layout, pieces: list) -> list:
+    """Follow a text along its skeleton: [(start, end)] of each mark. BadLine where they differ."""
+    at = len(layout.literals[0])
+    if not text.startswith(layout.literals[0]):
+        raise BadLine("mask: the template's first words depend on the conversation")
+    spans = []
+    for number, literal in zip(layout.order, layout.literals[1:], strict=True):
+        piece = pieces[number]
+        for form in forms_of(piece):
+            if text.startswith(form, at) and text.startswith(literal, at + len(form)):
+                break
+        else:
+            raise BadLine("mask: the template rewrites a text, or adds words that depend on it: "
+                          f"{shortened(piece.text)}")
+        spans.append((at, at + len(form)))
+        at += len(form) + len(literal)
+    if at != len(text):
         raise BadLine("mask: the template adds text that depends on the answer")
     return spans
 
 
-def skeleton_spans(tokenizer, template, messages, tools, template_kwargs, special, cut, final):
-    """Spans for a template without tags. One rendering with sentinels says where each answer's text is in the
-    final text; renderings of the conversation's beginnings, where a turn's prompt ends and what closes it."""
-    skeleton, texts, owner, named = skeleton_of(messages, template)
-
-    def split(end, prompt=False, extra=()):
-        text = render_chat(tokenizer, [*skeleton[:end], *extra], tools, template_kwargs, prompt)
-        return SENTINEL.split(text)
-
-    parts, spans = split(len(skeleton)), []
-    places, order = align(final, parts, texts), [int(p) for p in parts[1::2]]
-    answers = [m for m, message in enumerate(messages) if message["role"] == "assistant"]
-    for turn, m in enumerate(answers, 1):
-        mine = [j for j, t in enumerate(order) if owner[t] == m and t not in order[:j]]
-        if not mine:  # an empty answer, or a turn that the template drops
-            continue
-        first, last = mine[0], mine[-1]
-        if any(owner[t] != m for t in order[first:last + 1]):
-            raise BadLine("mask: other text inside an answer")
-        start = places[first][0] - produced_before(parts, first, split, m, says_empty_block(messages[m]))
-        ends = 0, 0
-        if not (cut and m == answers[-1]):
-            closed = split(m + 1) if m + 1 < len(messages) else parts
-            ends = end_of_turn(parts, last, closed, special, named[order[last]])
-        spans.append((turn, start, places[last][1] + ends[0], places[last][1] + ends[1]))
-    return spans
-
-
-def produced_before(parts, first, split, m, said_itself):
-    """Number of characters before sentinel `first` that the model emits itself: what follows the generation
-    prompt, without an empty thinking block that the template adds."""
-    plain, prompt = (split(m), split(m, True)) if m else ([""], [""])
-    before = parts[2 * first]
-    if prompt == plain:  # no generation prompt here: the template's text before a plain answer is the header
-        probe = str(10 ** 9)
-        prompt = split(m, extra=[{"role": "assistant", "content": f"{OPEN}{probe}{CLOSE}"}])
-        prompt = prompt[:prompt.index(probe)] if probe in prompt else [""]
-        prompt[-1] = EMPTY_BLOCK.sub("", prompt[-1]).rstrip(" ")  # a blank begins a SentencePiece token
-    if parts[:2 * first][-1:] != prompt[:-1][-1:]:
-        raise BadLine("mask: the text before an answer depends on what follows it")
-    common = shared(before, prompt[-1])
-    for block in EMPTY_BLOCK.finditer(before):
-        if not said_itself and block.end() > common:
-            common = block.end()
-    return len(before) - common
-
-
-def shared(text, prompt):
+def common_prefix(text: str, other: str) -> int:
     """Length of their common beginning, not ending inside a tag or word where they part."""
-    if text.startswith(prompt):
-        return len(prompt)
-    n = len(os.path.commonprefix([text, prompt]))
+    if text.startswith(other):
+        return len(other)
+    n = len(os.path.commonprefix([text, other]))
     inside = re.search(r"(<[^<>\s]*|\[[^\[\]\s]*|\w+)\Z", text[:n])
     return inside.start() if inside else n
 
 
-def end_of_turn(parts, last, closed, special, is_name):
-    """-> (begin, end) of the end of turn, in characters from the last sentinel. `closed`: up to this turn."""
-    after, sentinel = parts[2 * last + 2], parts[2 * last + 1]
-    same = [n for n in range(1, len(closed), 2) if closed[n] == sentinel]
-    if not same or same[0] + 2 != len(closed):
-        raise BadLine("mask: an answer's end is not where its turn ends")
-    closing, skip = closed[-1], len(closed[-1]) - len(closed[-1].lstrip())
-    found = list(special.finditer(closing))
-    if not found:  # no token of its own: the words of the template that close a turn, without white space
-        closing = closing.rstrip()
-        if not after.startswith(closing):
-            raise BadLine("mask: the end of an answer depends on what follows it")
-        return 0, len(closing)
-    # text is closed at once; a tool's name is followed by arguments and markers first
-    at = found[0].start() if found[0].start() == skip and not is_name else found[-1].start()
-    closer = special.match(after, at)
-    if not closer or after[:at] != closing[:at]:
-        raise BadLine("mask: the end of an answer depends on what follows it")
-    return at, closer.end()
+class LayoutMaker:
+    """One conversation's skeleton -> Layout. Renders few times, however many turns there are."""
+
+    def __init__(self, finder, skeleton: Skeleton, chat: Chat):
+        self.finder = finder
+        self.skeleton = skeleton
+        self.messages = skeleton.messages
+        self.pieces = skeleton.pieces
+        self.tools = chat.tools
+        self.chat = chat
+        self.answers = [n for n, message in enumerate(self.messages) if message["role"] == "assistant"]
+        # the target's next words are known for an answer at the end alone
+        self.last = len(self.messages) - 1 if self.answers[-1] == len(self.messages) - 1 else None
+        self.text = self.render(self.messages)
+        self.literals, self.order = split_at_marks(self.text)
+        self.first_place = {}
+        for place, number in enumerate(self.order):
+            self.first_place.setdefault(number, place)
+        self.headers = {}     # text before an answer -> characters of it that the target emits
+        self.closings = {}    # text after an answer -> (end of the text, end of turn)
+
+    def render(self, messages, prompt=False):
+        return self.finder.template.render(messages, self.tools, prompt)
+
+    def make(self) -> Layout:
+        spliced = self.check_pieces()
+        places = []
+        refused = []          # turns whose prompt or end the template does not render alone
+        for turn, m in enumerate(self.answers, 1):
+            try:
+                places += self.place_of(turn, m, spliced)
+            except TemplateRefused:
+                if m == self.last:
+                    raise
+                refused.append((turn, m))
+        for turn, m in refused:
+            try:              # another turn may have shown by now what stands around an answer
+                places += self.place_of(turn, m, spliced)
+            except TemplateRefused:
+                if not places:
+                    raise     # else it is context: a greeting before the user's first turn
+        places = self.between_tags(sorted(places))
+        places = [place for place in places if self.answers[place.turn - 1] not in self.chat.untrained]
+        return Layout(self.literals, self.order, places, spliced)
+
+    def place_of(self, turn: int, m: int, spliced: bool) -> list[TurnPlace]:
+        """One turn's place; none for an empty answer, or a turn that the template drops."""
+        own = self.places_of_message.get(m)
+        if not own:
+            return []
+        first = min(own)
+        last = max(own)
+        if any(self.pieces[number].message != m for number in self.order[first:last + 1]):
+            raise BadLine("mask: other text inside an answer")
+        before = len(self.literals[first]) - self.prompt_end(m, first, spliced)
+        text_end, end = 0, 0
+        if m not in self.chat.cut:
+            text_end, end = self.end_of_turn(m, last)
+        return [TurnPlace(turn, first, before, last, text_end, end)]
+
+    @functools.cached_property
+    def places_of_message(self) -> dict:
+        found = {}
+        for number, place in self.first_place.items():
+            found.setdefault(self.pieces[number].message, []).append(place)
+        return found
+
+    # ---- pieces
+
+    def check_pieces(self) -> bool:
+        """BadLine for a piece that isn't there, or there twice. -> whether the last answer's thought has to be
+        put back: it is in its content, and alone is missing."""
+        counts = np.bincount(self.order, minlength=len(self.pieces)) if self.order else [0] * len(self.pieces)
+        dropped_thoughts = []
+        for number, piece in enumerate(self.pieces):
+            if piece.kind == ASKED:
+                continue
+            if counts[number] > 1 and piece.kind in (TEXT, THOUGHT):
+                raise missing(piece, "repeats")
+            if counts[number]:
+                continue
+            if piece.kind != THOUGHT:
+                raise missing(piece)
+            if piece.message == self.last:
+                dropped_thoughts.append(piece)
+        self.check_shown_arguments()
+        if not dropped_thoughts:
+            return False
+        kept = [n for n, piece in enumerate(self.pieces) if piece.kind == THOUGHT and counts[n]
+                and piece.message == self.last]
+        message = self.messages[self.last]
+        if kept or "tool_calls" in message or "reasoning_content" in message:
+            raise missing(dropped_thoughts[0])
+        return True
+
+    def check_shown_arguments(self):
+        """Arguments that marks can't stand for (numbers, null, true, empty ones): key and value are looked for
+        between a call's name and the next mark that isn't of this call."""
+        regions = {}
+        for m, n, key, value in self.skeleton.shown:
+            if (m, n) not in regions:
+                regions[m, n] = self.call_text(m, n)
+            written = {json.dumps(value), json.dumps(value, ensure_ascii=False), str(value)}
+            if isinstance(value, str):
+                written |= {json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1]}
+            values = "|".join(re.escape(text) for text in written)
+            pattern = rf"(?<!\w){re.escape(key)}(?!\w)"
+            if value not in ("", {}, []):
+                pattern += rf".*?(?<![\w.])(?:{values})(?!\w)"
+            if not re.search(pattern, regions[m, n], re.DOTALL):
+                raise BadLine(f"the chat template leaves out arguments of tool calls: {shortened(key)}")
+
+    def call_text(self, m: int, n: int) -> str:
+        """The text of message m's call n: from the mark before its first one to the next that isn't its own."""
+        own = [place for number, place in self.first_place.items()
+               if self.pieces[number].message == m and self.pieces[number].call == n]
+        begin = self.mark_starts[min(own) - 1] if min(own) else 0
+        after = max(own) + 1
+        end = self.mark_starts[after] if after < len(self.order) else len(self.text)
+        return self.text[begin:end]
+
+    @functools.cached_property
+    def mark_starts(self):
+        return [match.start() for match in MARK.finditer(self.text)]
+
+    # ---- where a turn begins
+
+    def prompt_end(self, m: int, first: int, spliced: bool) -> int:
+        """Number of characters of the text before mark `first` that are the prompt of the target's. What follows
+        is its own: <tool_call>, a channel's name, but not an empty block of thoughts that the template adds."""
+        before = self.literals[first]
+        key = before, self.shows_empty_block(m)
+        if key not in self.headers or m == self.last:
+            self.headers[key] = self.measured_prompt_end(m, first, spliced and m == self.last)
+        return self.headers[key]
+
+    def measured_prompt_end(self, m: int, first: int, spliced: bool) -> int:
+        before = self.literals[first]
+        prompt, is_probed = self.prompt_of(m)
+        literals, order = split_at_marks(prompt)
+        tail = literals[-1]
+        is_last = m == self.last
+        if order[-1:] != self.order[:first][-1:]:
+            raise BadLine("mask: the text before an answer depends on what follows it")
+        if is_last and prompt[:len(prompt) - len(tail)] != self.text[:self.mark_starts[first] - len(before)]:
+            raise BadLine("mask: the text before the last answer depends on what follows it")
+        common = common_prefix(before, tail)
+        rest = tail[common:]
+        if spliced:
+            return self.spliced_prompt_end(before, common, tail)
+        block = self.added_block(before, common, m)
+        if rest and not block and not is_probed:
+            if not ONLY_TAGS.fullmatch(rest):
+                raise BadLine("mask: the text before an answer depends on what follows it")
+            if is_last:
+                raise BadLine(f"mask: the last answer does not begin where the target's prompt ends, at {rest!r}: "
+                              "its thought is missing")
+        return max(common, block)
+
+    def prompt_of(self, m: int) -> tuple[str, bool]:
+        """-> (the text that the target goes on from, whether it had to be guessed from a plain answer)."""
+        history = self.messages[:m]
+        if history:
+            prompt = self.render(history, prompt=True)
+            if prompt != self.render(history):
+                return prompt, False
+        probe = self.render([*history, {"role": "assistant", "content": PROBE}])
+        header = probe.partition(PROBE)[0] if PROBE in probe else ""
+        return EMPTY_BLOCK.sub("", header).rstrip(" "), True  # a blank begins a SentencePiece token
+
+    def shows_empty_block(self, m: int) -> bool:
+        """Whether the message itself begins with an empty block of thoughts."""
+        message = self.messages[m]
+        texts = [message.get(key, "").lstrip() for key in ("content", "reasoning_content")]
+        return any(EMPTY_BLOCK.match(text) or THOUGHT_END.match(text) for text in texts)
+
+    def added_block(self, before: str, common: int, m: int) -> int:
+        """End of the empty block of thoughts (or of the lone end of one) that a template writes where an answer has
+        no thought, or where it has removed it. 0 if there is none."""
+        if self.shows_empty_block(m):
+            return 0
+        for block in EMPTY_BLOCK.finditer(before):
+            if block.end() > common and not before[common:block.start()].strip():
+                return block.end()
+        lone = THOUGHT_END.match(before, common)
+        return lone.end() if lone else 0
+
+    def spliced_prompt_end(self, before: str, common: int, tail: str) -> int:
+        """The template drops the last answer's thought: the target says it after its prompt."""
+        if common != len(before) or not ONLY_TAGS.fullmatch(tail[common:]):
+            raise missing(next(p for p in self.pieces if p.message == self.last and p.kind == THOUGHT))
+        return len(before)
+
+    # ---- where a turn ends
+
+    def end_of_turn(self, m: int, last: int) -> tuple[int, int]:
+        """-> (end of its text, end of its end of turn), in characters from the mark `last`."""
+        after = self.literals[last + 1]
+        is_text = self.pieces[self.order[last]].kind in (TEXT, THOUGHT)
+        key = after, is_text, m == self.last
+        if key not in self.closings:
+            self.closings[key] = self.measured_end(m, last, after, is_text)
+        return self.closings[key]
+
+    def measured_end(self, m: int, last: int, after: str, is_text: bool) -> tuple[int, int]:
+        special = self.finder.special
+        ends = self.finder.ends
+        blank = len(after) - len(after.lstrip())
+        at_once = special.match(after, blank) or ends.match(after, blank)
+        if is_text and at_once and ends.fullmatch(at_once[0]):
+            return blank, at_once.end()
+        if not at_once or not is_text:
+            found = ends.search(after) if self.skeleton.way.asked != "shown" or m == self.last else None
+            if found and self.skeleton.way.arguments:
+                return found.start(), found.end()
+        closing = self.closing_of(m, last, after)
+        found = list(special.finditer(closing))
+        if found:
+            # text is closed at once; a call's last piece is followed by markers first
+            skip = len(closing) - len(closing.lstrip())
+            at = found[0].start() if is_text and found[0].start() == skip else found[-1].start()
+            closer = special.match(after, at)
+            if closer and after[:at] == closing[:at]:
+                return at, closer.end()
+            closing = closing[:at]
+        # no token of its own: the words of the template that close a turn, without white space
+        words = closing.rstrip()
+        if not after.startswith(words):
+            words = words[:common_prefix(after, words)].rstrip()
+        return 0, len(words)
+
+    def closing_of(self, m: int, last: int, after: str) -> str:
+        """What follows the last mark of message m in the conversation that ends with it."""
+        if m == len(self.messages) - 1:
+            return after
+        literals, order = split_at_marks(self.render(self.messages[:m + 1]))
+        if order[-1:] != [self.order[last]]:
+            raise BadLine("mask: an answer's end is not where its turn ends")
+        return literals[-1]
+
+    # ---- {% generation %} tags
+
+    def between_tags(self, places: list) -> list:
+        """Turns that a template with generation tags has between them: it may leave out what isn't trained on."""
+        if not GENERATION.search(self.finder.template.source(bool(self.tools))):
+            return places
+        blocks = []
+        self.finder.template.render(self.messages, self.tools, blocks=blocks)
+        kept = []
+        for place in places:
+            first = self.mark_starts[place.first]
+            if any(start <= first < end for start, end in blocks):
+                kept.append(place)
+        if self.last is not None and (not kept or kept[-1].turn != len(self.answers)):
+            raise BadLine("mask: the last answer is not between the template's generation tags")
+        return kept
+
+
+# ------------------------------------------------------------------------------------------- the finder
+
+
+class AnswerFinder:
+    """A tokenizer's chats -> texts and what the assistant said in them."""
+
+    def __init__(self, tokenizer, template_kwargs: dict, end_tokens: Collection[str] = ()):
+        self.template = ChatTemplate(tokenizer, template_kwargs)
+        specials = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self.special = any_of(specials | set(tokenizer.all_special_tokens))
+        self.ends = any_of({*end_tokens, tokenizer.eos_token or ""})
+        self.layouts = {}
+
+    def find(self, chat: Chat) -> tuple[str, list[Stretch]]:
+        """A chat -> (its text, what the assistant says in it). BadLine where a piece of an answer isn't in the
+        text, or where it can't be said what the target itself emits: such a mask is never used."""
+        chat, text = self.rendered(chat)
+        if OPEN in text or CLOSE in text:
+            raise BadLine("mask: the text holds U+FDD0 or U+FDD1, which mark answers here")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise BadLine("half of a surrogate pair in the text") from None
+        has_calls = any("tool_calls" in message for message in chat.messages)
+        reasons = []
+        for way in WAYS:
+            if not way.arguments and not has_calls:
+                continue
+            try:
+                return self.placed(chat, text, way)
+            except BadLine as e:
+                reasons.append(e)
+        raise reasons[0]
+
+    def rendered(self, chat: Chat) -> tuple[Chat, str]:
+        """-> (the chat with arguments as the template takes them, its text). Objects first, then JSON text: some
+        templates concatenate it, some print an object as Python does."""
+        calls = [call for message in chat.messages for call in message.get("tool_calls", ())]
+        if not calls:
+            return chat, self.template.render(chat.messages, chat.tools)
+        as_text = chat._replace(messages=with_argument_texts(chat.messages, chat.argument_texts))
+        try:
+            text = self.template.render(chat.messages, chat.tools)
+        except BadLine as refused:
+            try:
+                return as_text, self.template.render(as_text.messages, chat.tools)
+            except BadLine:
+                raise refused from None
+        objects = [call["function"]["arguments"] for call in calls]
+        if any(arguments and str(arguments) in text for arguments in objects):
+            return as_text, self.template.render(as_text.messages, chat.tools)
+        return chat, text
+
+    def placed(self, chat: Chat, text: str, way: Way) -> tuple[str, list[Stretch]]:
+        skeleton = Skeleton(chat.messages, tags_of(self.template.source(bool(chat.tools))), way)
+        key = way, json.dumps([skeleton.messages, chat.tools]), chat.cut, chat.untrained
+        layout = self.layouts.get(key)
+        if layout is None:
+            layout = LayoutMaker(self, skeleton, chat).make()
+            if len(self.layouts) >= MOST_LAYOUTS:
+                self.layouts.clear()
+            self.layouts[key] = layout
+        spans = walk(text, layout, skeleton.pieces)
+        stretches = []
+        for turn, first, before, last, text_end, end in layout.places:
+            start = spans[first][0] - before
+            stop = spans[last][1]
+            stretches.append(Stretch(turn, start, stop + text_end, stop + end))
+        if layout.spliced:
+            return self.with_thought(chat, text, stretches, spans)
+        return text, stretches
+
+    def with_thought(self, chat: Chat, text: str, stretches: list, spans: list) -> tuple[str, list[Stretch]]:
+        """The last answer as the target says it after its prompt, for a template that drops its thought."""
+        prompt = self.template.render(chat.messages[:-1], chat.tools, prompt=True)
+        body = chat.messages[-1]["content"]
+        opened = THOUGHT_TAG.match(body.lstrip())
+        is_opened = opened is not None and not is_closing(opened[0])
+        prompt_tags = THOUGHT_TAG.findall(prompt[-40:])
+        prompt_opens = bool(prompt_tags) and prompt.rstrip().endswith(prompt_tags[-1])
+        if is_opened and prompt_opens:
+            body = body.lstrip()[opened.end():]
+            if prompt.endswith("\n"):
+                body = body.lstrip("\n")
+        elif not is_opened and not prompt_opens:
+            raise BadLine("the chat template leaves out the thought before the last answer")
+        body = body.rstrip()
+        end_of_body = len(prompt) + len(body)
+        closing = text[spans[-1][1]:]
+        out = []
+        for stretch in stretches:
+            if stretch.start >= spans[-1][0]:
+                shift = end_of_body - spans[-1][1]
+                stretch = Stretch(stretch.turn, len(prompt), stretch.text_end + shift, stretch.end + shift)
+            out.append(stretch)
+        return prompt + body + closing, out
+
+
+def any_of(words: Iterable[str]) -> re.Pattern:
+    """Pattern of any of these words; matches nothing when there are none."""
+    words = sorted((word for word in words if word), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, words)) or "(?!)")
+
+
+def mask_tokens(offsets: np.ndarray, stretches: list[Stretch]) -> np.ndarray:
+    """Character offsets (n, 2) of tokens -> turn of each, int32 (n,): 0 where the assistant didn't say it.
+
+    A token across a stretch's border is left out: the target, prompted up to that border, splits it differently.
+    """
+    begin = offsets[:, 0]
+    end = offsets[:, 1]
+    if len(end):
+        # trim_offsets (Llama 3) gives tokens of white space no width: they begin where the token before ended
+        before = np.concatenate([[0], np.maximum.accumulate(end)[:-1]])
+        begin = np.where(begin == end, np.minimum(begin, before), begin)
+    turn = np.zeros(len(offsets), np.int32)
+    for number, start, text_end, turn_end in stretches:
+        # an end of turn may swallow the newline after it (rstrip), so only its beginning counts
+        is_own = (begin >= start) & (begin < turn_end) & ((end <= text_end) | (begin >= text_end))
+        if not is_own.any():
+            raise BadLine("mask: an answer that lies inside one token of the template")
+        turn[is_own] = number
+    return turn

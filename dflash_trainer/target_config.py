@@ -6,11 +6,14 @@
 
 A target is a hub id, a directory, or random:DIR: the config in DIR, weights made on the device from a seed.
 """
+import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from dflash_trainer.errors import first_line, require, user_error_on
 from model_drafter import DrafterConfig
@@ -58,6 +61,22 @@ def load_tokenizer(target: str) -> PreTrainedTokenizerBase | None:
         reason = first_line(e)
     print(f"TARGET = {target} has no tokenizer ({reason}): only rows of input_ids are read")
     return None
+
+
+def end_tokens(target: str, tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, ...]:
+    """The tokens at which the target stops, by its config.json and generation_config.json: they end its turns."""
+    if tokenizer is None:
+        return ()
+    ids = set()
+    for name in ("config.json", "generation_config.json"):
+        values = {}
+        with suppress(OSError, ValueError):  # most targets lack one of them
+            path = cached_file(model_path(target), name, _raise_exceptions_for_missing_entries=False)
+            values = json.loads(Path(path).read_text()) if path else {}
+        for part in (values, values.get("text_config") or {}):
+            eos = part.get("eos_token_id")
+            ids |= set(eos if isinstance(eos, list) else [eos]) - {None}
+    return tuple(token for token in tokenizer.convert_ids_to_tokens(sorted(ids)) if token)
 
 
 # ------------------------------------------------------------------------------------------------ sizes

@@ -1,25 +1,19 @@
 """Any chat file -> token ids and turns, tokenised once into a memory-mapped cache.
 
-    resolve_files -> read_lines         the lines of files, folders and globs
-    tokenise_line                       chat_lines and answer_mask on one of them
-    build_conversations -> Conversations          several processes, one cache; a second run starts at once
+    tokenise_files                        data_files, chat_lines and answer_mask on many rows at a time
+    build_conversations -> Conversations  the cache; a second run starts at once
 
 The trainer's reader: `python train_dflash.py inspect DATA=...` shows what it makes of a file.
 """
 import fcntl
-import glob
-import gzip
 import hashlib
 import itertools
 import json
-import multiprocessing
 import os
 import shutil
-import signal
-import zlib
 from collections import Counter, deque
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,153 +21,162 @@ import numpy as np
 import transformers
 from tqdm import tqdm
 
-from dflash_trainer.answer_mask import supervise
-from dflash_trainer.chat_lines import BadLine, load_json, parse_line
-from dflash_trainer.errors import UserError, user_error_on
+from dflash_trainer.answer_mask import AnswerFinder, mask_tokens
+from dflash_trainer.chat_lines import BadLine, Tokens, parse_row
+from dflash_trainer.data_files import load_row, read_rows, resolve_files
+from dflash_trainer.errors import UserError
 
-DATA_VERSION = 2       # raise it when a change below changes any token or turn: caches are made anew
+DATA_VERSION = 3       # raise it when a change below changes any token or turn: caches are made anew
 SMALL_FILE = 16 << 20  # bytes; smaller files are known by their content
-PER_PROCESS = 4 << 20  # bytes of input that are worth another process: each takes seconds to start
+ROWS_AT_ONCE = 512     # rows that the tokenizer's own threads share
+SHOW_BAR_FROM = 4 << 20  # bytes of input
 
 
 class Conversation(NamedTuple):
-    """One JSONL line, cut to SEQ_LEN."""
+    """One row, cut to SEQ_LEN."""
     ids: np.ndarray   # int32 (n,)
     turn: np.ndarray  # int16 (n,): 0 not supervised, t >= 1 said by the assistant in its turn t
-    source: str       # "" if the line has none
-    cut: bool         # finish_reason "length": the last answer has no end of turn of its own
+    source: str       # "" if the row has none
+    cut: bool         # a length limit ended the last answer: it has no end of turn of its own
 
 
-def unreadable(error):
-    raise error
+class Settings(NamedTuple):
+    """All that the tokens depend on beside the files."""
+    tokenizer: object         # of transformers; None: rows of input_ids + loss_mask alone
+    seq_len: int              # tokens kept of a conversation
+    template_kwargs: dict     # CHAT_TEMPLATE_KWARGS
+    vocab: int                # token ids are below it
+    end_tokens: tuple = ()    # tokens that end a turn, as the target's config lists them
 
 
-def resolve_files(spec, what="DATA"):
-    """files_of, for which what can't be read is a UserError."""
-    with user_error_on(f"{what} = {spec}: can't be read", OSError):
-        files = files_of(spec, what)
-        for path in files:
-            open(path).close()
-    return files
+# ---------------------------------------------------------------------------------------------- tokenising
 
 
-def files_of(spec, what):
-    """File, directory, glob, list or comma-separated mix of them -> [Path], each once, directories sorted."""
-    words = [str(s) for s in spec] if isinstance(spec, (list, tuple)) else [str(spec)]
-    if len(words) == 1 and (not words[0] or not Path(words[0]).expanduser().exists()):
-        words = [w.strip() for w in words[0].split(",") if w.strip()]
-    files = {}
-    for word in words:
-        path = Path(word).expanduser()
-        if path.is_dir():
-            found = [Path(folder, name) for folder, _, names in os.walk(path, onerror=unreadable)
-                     for name in names if name.endswith((".jsonl", ".jsonl.gz"))]
+class Prepared(NamedTuple):
+    """A row before its text is encoded."""
+    text: str            # "" for a row of token ids
+    stretches: list      # Stretch: what the assistant says in the text
+    given: tuple | None  # (ids, turn) of a row of token ids
+    source: str
+    cut: bool
+
+
+class Results(NamedTuple):
+    """What became of some rows, in their order."""
+    conversations: list
+    bad: list        # {"file", "line", "reason"}
+    n_thin: int      # rows without two supervised tokens in a row
+
+
+class Tokeniser:
+    """Rows -> conversations, many at a time: the texts first, then the tokenizer's own threads."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.finder = None
+        if settings.tokenizer is not None:
+            self.backend = settings.tokenizer.backend_tokenizer
+            self.backend.no_truncation()
+            self.backend.no_padding()
+
+    def prepare(self, row: object) -> Prepared:
+        """A row as it was read -> its text and what the assistant says in it. BadLine."""
+        chat = parse_row(load_row(row))
+        if isinstance(chat, Tokens):
+            ids = np.array(self.checked(chat.ids), np.int32)
+            mask = np.array(chat.mask, bool)
+            begins = mask & ~np.concatenate([[False], mask[:-1]])
+            return Prepared("", [], (ids, np.cumsum(begins) * mask), chat.source, chat.cut)
+        if self.finder is None:
+            settings = self.settings
+            self.finder = AnswerFinder(settings.tokenizer, settings.template_kwargs, settings.end_tokens)
+        text, stretches = self.finder.find(chat)
+        last = max(number for number, message in enumerate(chat.messages) if message["role"] == "assistant")
+        return Prepared(text, stretches, None, chat.source, last in chat.cut)
+
+    def checked(self, ids: list) -> list:
+        """Token ids, all inside the target's table. BadLine."""
+        vocab = self.settings.vocab
+        if ids and not 0 <= min(ids) <= max(ids) < vocab:
+            outside = next(i for i in ids if not 0 <= i < vocab)
+            raise BadLine(f"token id {outside} is outside the vocabulary of {vocab}")
+        return ids
+
+    def encode(self, texts: list[str]) -> list:
+        """Texts -> encodings, by as many threads as the machine has cores. Lets other Python threads run."""
+        return self.backend.encode_batch(texts, add_special_tokens=False) if texts else []
+
+    def finish(self, prepared: Prepared, encoding) -> Conversation | None:
+        """-> None for a thin row. BadLine."""
+        if prepared.given is not None:
+            ids, turn = prepared.given
         else:
-            found = [path] if path.is_file() else [Path(p) for p in glob.glob(str(path), recursive=True)]
-        found = sorted(p for p in found if p.is_file())
-        if not found:
-            wrong = "no .jsonl or .jsonl.gz in directory" if path.is_dir() else "no such file"
-            raise UserError(f"{what} = {spec}: {wrong}: {word}. To make one: bash run.sh tools/regenerate.py "
-                            f"PROMPTS=prompts.jsonl TARGET=<model> OUT={word}")
-        files.update(dict.fromkeys(found))
-    if not files:
-        raise UserError(f"{what} = {spec!r} names no file")
-    return list(files)
+            ids = np.array(self.checked(encoding.ids), np.int32)
+            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            turn = mask_tokens(offsets, prepared.stretches)
+        ids = ids[:self.settings.seq_len]
+        turn = turn[:self.settings.seq_len]
+        if turn.max(initial=0) > np.iinfo(np.int16).max:
+            raise BadLine(f"{turn.max()} assistant turns")
+        if not ((turn[:-1] > 0) & (turn[:-1] == turn[1:])).any():
+            return None
+        return Conversation(ids, turn.astype(np.int16), prepared.source, prepared.cut)
+
+    def prepare_all(self, rows: list) -> list:
+        """[(file, number, row)] -> [(file, number, Prepared or BadLine)]."""
+        prepared = []
+        for file, number, row in rows:
+            try:
+                prepared.append((file, number, self.prepare(row)))
+            except BadLine as e:
+                prepared.append((file, number, e))
+        return prepared
+
+    def finish_all(self, prepared: list, encodings: list) -> Results:
+        encodings = iter(encodings)
+        used = []
+        bad = []
+        n_thin = 0
+        for file, number, row in prepared:
+            try:
+                if isinstance(row, BadLine):
+                    raise row
+                conversation = self.finish(row, None if row.given is not None else next(encodings))
+            except BadLine as e:
+                bad.append({"file": file, "line": number, "reason": str(e)})
+                continue
+            if conversation is None:
+                n_thin += 1
+            else:
+                used.append(conversation)
+        return Results(used, bad, n_thin)
 
 
-def read_lines(path, bar=None):
-    """Yields (line number from 1, bytes) of lines that aren't blank; UserError for what isn't JSONL."""
-    try:
-        with open(path, "rb") as raw:
-            lines, head, at = gzip.GzipFile(fileobj=raw) if path.name.endswith(".gz") else raw, None, 0
-            for number, line in enumerate(lines, 1):
-                line = line.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else line.strip()
-                if bar is not None:
-                    bar.update(raw.tell() - at)
-                    at = raw.tell()
-                if line and head is None:
-                    head = check_head(path, line)
-                if line:
-                    yield number, line
-    except (OSError, EOFError, zlib.error) as e:
-        raise UserError(f"{path}: can't be read to its end: {e}") from None
-    if head is None:
-        raise UserError(f"{path}: is empty; JSONL with one conversation a line is expected")
+def texts_of(prepared: list) -> list[str]:
+    return [row.text for _, _, row in prepared if not isinstance(row, BadLine) and row.given is None]
 
 
-def check_head(path, line):
-    """Its first line tells a file that isn't JSONL from one with a bad line."""
-    if line[:1] == b"[":
-        raise UserError(f"{path}: is one JSON array, not a conversation a line: jq -c '.[]' {path}")
-    magic = line.startswith((b"\x1f\x8b", b"PK", b"\xff\xfe", b"\xfe\xff", b"PAR1"))
-    if line[:1] != b"{" and (magic or b"\0" in line):
-        raise UserError(f"{path}: is a binary file (compressed, parquet, UTF-16?), not UTF-8 JSONL")
-    return line
+def tokenise_files(files: list[Path], what: str, settings: Settings) -> Iterator[Results]:
+    """Yields what becomes of all rows, in order. While the tokenizer's threads encode some rows, this thread renders
+    the next ones: no other process has to start, and more cores are never slower."""
+    tokeniser = Tokeniser(settings)
+    size = sum(file.stat().st_size for file in files)
+    with (tqdm(total=size, unit="B", unit_scale=True, desc=f"tokenising {what}", mininterval=2,
+               disable=size < SHOW_BAR_FROM) as bar,
+          ThreadPoolExecutor(1) as encoder):
+        rows = ((str(file), number, row) for file in files for number, row in read_rows(file, bar))
+        waiting = deque()
+        while chunk := list(itertools.islice(rows, ROWS_AT_ONCE)):
+            prepared = tokeniser.prepare_all(chunk)
+            waiting.append((prepared, encoder.submit(tokeniser.encode, texts_of(prepared))))
+            if len(waiting) > 1:
+                prepared, encodings = waiting.popleft()
+                yield tokeniser.finish_all(prepared, encodings.result())
+        for prepared, encodings in waiting:
+            yield tokeniser.finish_all(prepared, encodings.result())
 
 
-def tokenise_line(line, settings):
-    """One line -> Conversation, or None if it is thin. BadRow."""
-    row = parse_line(load_json(line))
-    cut = row["finish_reason"] == "length"
-    if "input_ids" in row:
-        outside = [i for i in row["input_ids"] if not 0 <= i < settings.vocab]
-        if outside:
-            raise BadLine(f"token id {outside[0]} is outside the vocabulary of {settings.vocab}")
-        ids, mask = np.array(row["input_ids"], np.int32), np.array(row["loss_mask"], bool)
-        turn = np.cumsum(mask & ~np.concatenate([[False], mask[:-1]])) * mask
-    else:
-        chat = row["messages"], row["tools"], settings.template_kwargs
-        ids, turn = supervise(settings.tokenizer, *chat, cut)
-    ids, turn = ids[:settings.seq_len], turn[:settings.seq_len]
-    if turn.max(initial=0) > np.iinfo(np.int16).max:
-        raise BadLine(f"{turn.max()} assistant turns")
-    thin = not ((turn[:-1] > 0) & (turn[:-1] == turn[1:])).any()
-    return None if thin else Conversation(ids, turn.astype(np.int16), row["source"], cut)
-
-
-def tokenise_lines(chunk, settings):
-    """[(file, line number, bytes)] -> (conversations, bad rows, number of thin ones)."""
-    done, bad = [], []
-    for file, number, line in chunk:
-        try:
-            done.append(tokenise_line(line, settings))
-        except BadLine as e:
-            bad.append({"file": file, "line": number, "reason": str(e)})
-    used = [c for c in done if c is not None]
-    return used, bad, len(done) - len(used)
-
-
-WORKER_SETTINGS = None  # set in each worker process
-
-
-def start_tokeniser(settings):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    globals()["WORKER_SETTINGS"] = settings
-
-
-def tokenise_in_worker(chunk):
-    return tokenise_lines(chunk, WORKER_SETTINGS)
-
-
-def tokenise_files(files, what, settings):
-    """Yields tokenise_lines of all lines, in order, by one process a core where that pays."""
-    size = sum(f.stat().st_size for f in files)
-    workers = min(len(os.sched_getaffinity(0)), 32, size // PER_PROCESS)
-    with tqdm(total=size, unit="B", unit_scale=True, desc=f"tokenising {what}", mininterval=2,
-              disable=size < PER_PROCESS) as bar:
-        lines = ((str(f), number, line) for f in files for number, line in read_lines(f, bar))
-        chunks = iter(lambda: list(itertools.islice(lines, 128)), [])
-        if workers <= 1:
-            yield from (tokenise_lines(chunk, settings) for chunk in chunks)
-            return
-        # spawn: a fork of a process with threads can hang. Not a Pool: it waits for ever for a killed worker
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(workers, spawn, start_tokeniser, (settings,)) as pool:
-            waiting = deque(pool.submit(tokenise_in_worker, c) for c in itertools.islice(chunks, 4 * workers))
-            while waiting:
-                yield waiting.popleft().result()
-                waiting.extend(pool.submit(tokenise_in_worker, c) for c in itertools.islice(chunks, 1))
+# ----------------------------------------------------------------------------------------------- the cache
 
 
 class Conversations:
@@ -199,21 +202,13 @@ class Conversations:
         return Conversation(np.array(self.ids[span]), np.array(self.turn[span]), source, bool(self.cut[i]))
 
 
-class Settings(NamedTuple):
-    """All that the tokens depend on beside the files."""
-    tokenizer: object        # of transformers; None: rows of input_ids + loss_mask alone
-    seq_len: int             # tokens kept of a conversation
-    template_kwargs: dict    # CHAT_TEMPLATE_KWARGS
-    vocab: int               # token ids are below it
-
-
 def build_conversations(spec, settings, max_bad_share, what="DATA", out=None, tick=lambda: None):
     """Files -> Conversations: tokenised once, then from the cache. UserError for too many malformed lines.
 
     stats: lines, rows, tokens, supervised, bad, thin (counts), reasons and sources (counts by name).
     `out`: the run's directory, for bad_rows.jsonl. `tick` is called as lines are done.
     """
-    files = resolve_files(spec, what)
+    files = resolve_files(spec, what, announce=True)
     if settings.tokenizer is not None and not settings.tokenizer.is_fast:
         raise UserError("TARGET: its tokenizer has no character offsets (it is not a fast one)")
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_trainer"
@@ -223,8 +218,6 @@ def build_conversations(spec, settings, max_bad_share, what="DATA", out=None, ti
             build_cache(directory, files, what, settings, tick)
         except OSError as e:
             raise UserError(f"the token cache can't be written: {e}; XDG_CACHE_HOME moves it") from None
-        except BrokenProcessPool:
-            raise UserError(f"{what} = {spec}: a tokenising process was killed; out of memory?") from None
     conversations = Conversations(directory)
     report_bad(conversations, spec, what, settings.seq_len, max_bad_share, out)
     return conversations
