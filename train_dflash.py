@@ -483,7 +483,8 @@ def wait_for_first_steps(run, replica):
     if replica.index == 0:
         seconds = run.log.clock.elapsed()
         run.log.write(f"first rows of all {len(run.replicas)} drafters after {seconds:.1f} s: targets, "
-                      "compilation and the first evaluation included")
+                      "compilation and the first evaluation included",
+                      screen=f"first rows of all {len(run.replicas)} drafters after {seconds:.1f} s")
 
 
 def train_step(run, replica, optimizer, plan):
@@ -1116,6 +1117,10 @@ MODES = {"train": train, "demo": demo, "eval": evaluate_checkpoint, "generate": 
          "devices": devices}
 
 
+def not_said(text):
+    """The log has every setting; the screen is for what a run does."""
+
+
 def main(argv):
     """[mode] NAME=VALUE ... -> exit code."""
     mode = "train"
@@ -1132,7 +1137,7 @@ def main(argv):
                 settings.require_one_of("a name in DEMO", name, settings.declared(THIS_MODULE))
                 setattr(THIS_MODULE, name, value)
         words = [word for word in argv if mode == "inspect" and "=" not in word]
-        settings.override(THIS_MODULE, [word for word in argv if word not in words])
+        settings.override(THIS_MODULE, [word for word in argv if word not in words], announce=not_said)
         start.check_settings(THIS_MODULE)
         return MODES[mode](*words)
 

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from dflash_trainer import checkpoints
 from dflash_trainer.devices import memory_gib
 from dflash_trainer.errors import require
+from dflash_trainer.learning import why_not_learning
 
 
 class RowStats(NamedTuple):
@@ -82,15 +83,21 @@ class LogFiles:
         self.board = None  # tensorboard's writer
         self.bar = None    # the progress bar, while it is shown
 
-    def write(self, text: str) -> None:
-        """One line on the screen and in train.log."""
+    def write(self, text: str, screen: str | None = None) -> None:
+        """One line in train.log, and on the screen: there `screen`, where a shorter one says enough."""
+        shown = text if screen is None else screen
         with self.lines.lock:
             self.lines.append("train.log", text)
             with suppress(OSError):  # the run outlives what reads its screen
                 if self.bar:
-                    tqdm.write(text)
+                    tqdm.write(shown)
                 else:
-                    print(text, flush=True)
+                    print(shown, flush=True)
+
+    def note(self, text: str) -> None:
+        """One line in train.log alone: settings, versions, all that nobody watches a screen for."""
+        with self.lines.lock:
+            self.lines.append("train.log", text)
 
     def record(self, values: dict) -> None:
         """One JSON object per line in metrics.jsonl; numbers go to tensorboard too, where it is installed."""
@@ -132,9 +139,12 @@ class RunLog:
         self.tokens_of_steps = tokens_of_steps
         self.n_bad_lines = n_bad_lines
         self.clock = WindowClock(schedule.start)
+        self.losses = []      # of every finite step since this process started
+        self.grad_norms = []
+        self.warned = False   # that the drafter does not learn
 
-    def write(self, text: str) -> None:
-        self.files.write(text)
+    def write(self, text: str, screen: str | None = None) -> None:
+        self.files.write(text, screen)
 
     # ---- statistics of steps
 
@@ -184,6 +194,9 @@ class RunLog:
         self.read_statistics(optimizer, step)
         n_steps = step - self.clock.logged_to
         times = self.clock.window_times(queues, reduce_watch)
+        losses, grad_norms = finite_values(self.progress.window)
+        self.losses += losses
+        self.grad_norms += grad_norms
         values = {
             "step": step,
             **window_means(self.progress.window),
@@ -201,13 +214,16 @@ class RunLog:
         values = {name: values[name] for name in METRICS if name in values}
         self.progress.window = []
         self.files.record(values)
-        self.write(format_log_line(values))
+        seconds_left = (self.schedule.end - step) * times.wall / n_steps
+        self.write(format_log_line(values), format_screen_line(values, self.schedule.end, seconds_left))
+        self.warn_once_of_no_learning(values["accept_len"])
         # compilation is in the first window: the second is the first to tell what a step takes
         windows_since_start = step // self.settings.LOG_EVERY - self.schedule.start // self.settings.LOG_EVERY
         if step % self.settings.LOG_EVERY == 0 and windows_since_start == 2:
             self.advise_split(times, n_steps)
-            hours = (self.schedule.end - step) * times.wall / n_steps / 3600
-            self.write(f"{hours:.2f} hours to step {self.schedule.end} at this pace, evaluation left out")
+            hours = seconds_left / 3600
+            end = self.schedule.end
+            self.files.note(f"{hours:.2f} hours to step {end} at this pace, evaluation left out")
         self.clock.restart(step)
 
     def advise_split(self, times: "WindowTimes", n_steps: int) -> None:
@@ -223,10 +239,19 @@ class RunLog:
         row_on_drafter = 1e3 * busy_drafter * len(drafters) / self.settings.ROWS_PER_STEP
         n = len(devices)
         best = min(range(1, n), key=lambda t: max(row_on_target / t, row_on_drafter / (n - t)))
-        self.write(
-            f"one row costs {row_on_target:.0f} ms on a target and {row_on_drafter:.0f} ms on a drafter: the "
-            f"balanced split of {n} devices is {best} targets + {n - best} drafters "
-            f"(now {len(targets)} + {len(drafters)})")
+        split = f"{best} targets + {n - best} drafters (now {len(targets)} + {len(drafters)})"
+        text = (f"one row costs {row_on_target:.0f} ms on a target and {row_on_drafter:.0f} ms on a drafter: "
+                f"the balanced split of {n} devices is {split}")
+        if best == len(targets):
+            self.files.note(text)
+        else:
+            self.write(text, f"the balanced split of {n} devices is {split}")
+
+    def warn_once_of_no_learning(self, accept_len: float) -> None:
+        reason = None if self.warned else why_not_learning(self.losses, self.grad_norms, accept_len)
+        if reason:
+            self.warned = True
+            self.write(f"WARNING: {reason}")
 
     # ---- evaluation
 
@@ -240,7 +265,8 @@ class RunLog:
         acceptance = " ".join(f"{share:.3f}" for share in metrics["acc_k"])
         others = "".join(f" | {name} {value:.3f}" for name, value in metrics.items()
                          if name not in ("eval_loss", "tau") and isinstance(value, float))
-        self.write(f"eval step {step} | eval_loss {loss:.4f} | tau {tau:.3f} | acc_k {acceptance}{others}")
+        text = f"eval step {step} | eval_loss {loss:.4f} | tau {tau:.3f}"
+        self.write(f"{text} | acc_k {acceptance}{others}", text)
 
         progress.last_eval_step = step
         is_new_best = step > 0 and (progress.best is None or tau > progress.best["tau"])
@@ -264,10 +290,22 @@ METRICS = ("step", "loss", "accept_len", "lr", "grad_norm", "tokens_per_s", "ste
            "tv", "kl")  # the last two where the loss needs the target's distribution
 
 
+def finite_values(window: list) -> tuple[list, list]:
+    """[StepRecord] -> losses and gradient norms of the steps in which they are finite."""
+    losses = []
+    grad_norms = []
+    for record in window:
+        sums = RowStats(*np.sum(record.rows, 0))
+        if np.isfinite(sums.loss) and sums.weight > 0:
+            losses.append(float(sums.loss / sums.weight))
+        if np.isfinite(record.stats.grad_norm):
+            grad_norms.append(record.stats.grad_norm)
+    return losses, grad_norms
+
+
 def window_means(window: list) -> dict:
     """[StepRecord] -> loss, accept_len and grad_norm of the steps that were finite; None where none was."""
-    losses = []
-    norms = []
+    losses, grad_norms = finite_values(window)
     matches = 0.0
     anchors = 0.0
     weight = 0.0
@@ -281,14 +319,10 @@ def window_means(window: list) -> dict:
             weight += sums.weight
             tv += sums.tv
             kl += sums.kl
-            if sums.weight > 0:
-                losses.append(sums.loss / sums.weight)
-        if np.isfinite(record.stats.grad_norm):
-            norms.append(record.stats.grad_norm)
     means = {
         "loss": float(np.mean(losses)) if losses else None,
         "accept_len": float(1 + matches / max(1, anchors)),
-        "grad_norm": norms[-1] if norms else None,
+        "grad_norm": grad_norms[-1] if grad_norms else None,
     }
     if tv or kl:
         means["tv"] = float(tv / weight)
@@ -306,6 +340,21 @@ def format_log_line(values: dict) -> str:
         text = f"{value:.4g}" if isinstance(value, float) else str(value)
         words.append(f"{name} {text}")
     return " | ".join(words)
+
+
+def format_screen_line(values: dict, last_step: int, seconds_left: float) -> str:
+    """What one watches, in 80 columns; the rest is in train.log and metrics.jsonl."""
+    loss = "-" if values["loss"] is None else f"{values['loss']:.4g}"
+    return (f"step {values['step']} of {last_step} | loss {loss} | accepted {values['accept_len']:.2f} | "
+            f"{values['tokens_per_s']:,.0f} tokens/s | {format_duration(seconds_left)} left")
+
+
+def format_duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 10:
+        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 class WindowTimes(NamedTuple):

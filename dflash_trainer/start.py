@@ -421,11 +421,11 @@ def describe_run(settings, config: DrafterConfig, data, schedule, machines, n_tr
         "mask_token_id": config.mask_token_id,
     }
     for name, value in facts.items():
-        log.write(f"{name}: {value}")
+        log.note(f"{name}: {value}")
     facts.update(data=stats, drafter=checkpoints.config_json(config), constants=vars(settings))
     (out / "run.json").write_text(json.dumps(facts, indent=1, default=str))
     constants = [f"{name}={value!r}" for name, value in vars(settings).items()]
-    log.write("constants: " + ", ".join(constants))
+    log.note("constants: " + ", ".join(constants))
 
     lengths = conversations.lengths
     most = config.max_position_embeddings
@@ -436,7 +436,7 @@ def describe_run(settings, config: DrafterConfig, data, schedule, machines, n_tr
     n_cut = (lengths >= settings.SEQ_LEN).sum()
     n_drafters = len(settings.DRAFTER_DEVICES)
     anchors_per_row = min(settings.NUM_ANCHORS, stats["supervised"] / n_rows)
-    log.write(
+    log.note(
         f"{stats['rows']} conversations, {n_cut} of them cut at SEQ_LEN or just as long, "
         f"{stats['tokens']} tokens, supervised {stats['supervised'] / stats['tokens']:.3f}; "
         f"{n_rows} rows of {settings.SEQ_LEN} an epoch, about {anchors_per_row:.0f} anchors a row; "
@@ -444,3 +444,10 @@ def describe_run(settings, config: DrafterConfig, data, schedule, machines, n_tr
         f"ROWS_PER_STEP = {settings.ROWS_PER_STEP} over {n_drafters} drafters "
         f"({settings.ROWS_PER_STEP / n_drafters:.3g} each) on each of {machines.size} machines; "
         f"targets on {settings.TARGET_DEVICES}, drafters on {settings.DRAFTER_DEVICES}")
+    print(f"{stats['rows']:,} conversations of {stats['tokens']:,} tokens: {n_rows:,} rows of "
+          f"{settings.SEQ_LEN} an epoch")
+    print(f"steps {schedule.start} to {schedule.end}, {settings.ROWS_PER_STEP} rows each; "
+          f"{n_trainable / 1e6:,.1f} M weights to train")
+    print(f"targets on {', '.join(settings.TARGET_DEVICES)}; "
+          f"drafters on {', '.join(settings.DRAFTER_DEVICES)}")
+    print(f"settings, versions and every figure: {out / 'train.log'}", flush=True)

@@ -2,7 +2,7 @@
 import math
 import random
 
-from dflash_trainer.progress import ZERO_STEPS, why_not_learning
+from dflash_trainer.learning import ZERO_STEPS, why_not_learning
 
 
 def falling(steps, start=10.8, end=6.0, noise=0.3, seed=0):
