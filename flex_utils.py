@@ -300,6 +300,7 @@ class Gate:
         self._side_by_side = 0            # threads inside with known work
         self._alone = None                # (thread name, kind, grad mode, signature, since) of new work
         self._waiting_to_run_alone = 0
+        self.seconds_alone = {}           # by kind: in first calls, which is when things are compiled
         self.violations = []              # compiles outside the gate, in words
 
     @contextmanager
@@ -361,6 +362,8 @@ class Gate:
     def _leave(self, alone: bool) -> None:
         with self._condition:
             if alone:
+                _, kind, _, _, since = self._alone
+                self.seconds_alone[kind] = self.seconds_alone.get(kind, 0.0) + time.monotonic() - since
                 self._alone = None
             else:
                 self._side_by_side -= 1

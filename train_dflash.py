@@ -52,6 +52,7 @@ from dflash_trainer.errors import require, user_error_on
 from dflash_trainer.features import TappedForward, choose_target_batches
 from dflash_trainer.rows import EvalRows, Row, RowStream, inspect_data
 from dflash_trainer.run_log import LogFiles, RowStats, RunLog, StepStats
+from dflash_trainer.start_clock import StartClock, process_age
 from dflash_trainer.target_config import drafter_config, end_tokens, load_config, load_tokenizer
 from dflash_trainer.token_cache import Settings, build_conversations
 from dflash_trainer.workers import Workers, start_thread
@@ -283,6 +284,7 @@ class Run(NamedTuple):
     replicas: list               # one Replica per drafter thread
     optimizers: list             # and its Optimizer
     reduce_watch: Stopwatch      # sum of gradients, waiting for the others included
+    start_clock: StartClock
 
     def describe(self) -> str:
         """For the watchdog."""
@@ -811,6 +813,8 @@ def drafter_worker(run, d):
         if run.workers.ending or not plan.train_jobs:
             return
         train_step(run, replica, optimizer, plan)
+        if leads and plan.step == run.schedule.start:
+            run.log.write_start(run.start_clock, run.gate.seconds_alone)
         if leads:
             lr = learning_rate(plan.step, run.data.horizon)
             run.log.log_if_due(optimizer, plan.step + 1, lr, run.queues, run.reduce_watch, run.workers.ending)
@@ -850,12 +854,12 @@ class Models(NamedTuple):
     optimizers: list
 
 
-def load_models(config, data, state, tokenizer, links, n_machines, workers) -> Models:
+def load_models(config, data, state, tokenizer, links, n_machines, workers, clock) -> Models:
     """The target and its replicas, then the drafters. In the main thread, before any other exists: concurrent
     from_pretrained calls leave meta tensors and a wrong default dtype behind in silence."""
     target_devices = [torch.device(name) for name in TARGET_DEVICES]
     drafter_devices = [torch.device(name) for name in DRAFTER_DEVICES]
-    with workers.slow():  # TARGET may have to be downloaded
+    with workers.slow(), clock.part("loading the target"):  # it may have to be downloaded
         model = load_target(target_devices[0], workers.tick)
     embed = model.get_input_embeddings()
     head = target.make_head(model)
@@ -863,33 +867,37 @@ def load_models(config, data, state, tokenizer, links, n_machines, workers) -> M
     config = replace(config, input_embedding_scale=target.embedding_scale(embed))
     start.check_target_of_head(config)
     target.report_kernels(decoder)
-    with user_error_on(f"TARGET = {TARGET}: can't run", ImportError):  # FP8 layers look for their kernels now
+    # FP8 layers look for their kernels now
+    with user_error_on(f"TARGET = {TARGET}: can't run", ImportError), clock.part("proof"):
         target.verify_target(TARGET, model, config, data.train.conversations, tokenizer)
 
     both = torch.nn.ModuleList([embed, head])  # one copy where they are tied
-    for_drafters = {device: replica_of(both, device, links.bad_pairs) for device in set(drafter_devices)}
+    with clock.part("copies to devices"):
+        for_drafters = {d: replica_of(both, d, links.bad_pairs) for d in set(drafter_devices)}
     if not needs_last(config):
         decoder.layers = decoder.layers[:config.target_layer_ids[-1] + 1]  # the rest feeds nothing
     del model, head, both  # the head and the last layers leave the target's GPU here
     batches = choose_batches(decoder, data.train, data.held_out)
     decoders = [decoder]
-    for device in target_devices[1:]:
-        decoders.append(replica_of(decoder, device, links.bad_pairs))
+    with clock.part("copies to devices"):
+        for device in target_devices[1:]:
+            decoders.append(replica_of(decoder, device, links.bad_pairs))
 
     masters = checkpoints.masters_of(state)
     replicas = []
     optimizers = []
     for index, device in enumerate(drafter_devices):
-        replica = Replica(index, config, device, *for_drafters[device], masters)
-        optimizer = Optimizer(replica, masters, ROWS_PER_STEP * n_machines)
-        if "adam_step" in state:
-            optimizer.load_state(state)
+        with clock.part("drafters"):
+            replica = Replica(index, config, device, *for_drafters[device], masters)
+            optimizer = Optimizer(replica, masters, ROWS_PER_STEP * n_machines)
+            if "adam_step" in state:
+                optimizer.load_state(state)
         replicas.append(replica)
         optimizers.append(optimizer)
     return Models(config, batches, decoders, replicas, optimizers)
 
 
-def build(workers, machines, out) -> Run:
+def build(workers, machines, out, clock) -> Run:
     """Everything before the threads, in stages: data, where to start, target and drafters."""
     frozen = settings.snapshot(THIS_MODULE)
     files = LogFiles(out)
@@ -905,7 +913,8 @@ def build(workers, machines, out) -> Run:
     start.preflight(frozen, config, out, machines.rank)
 
     vocab_size = target_config.get_text_config().vocab_size
-    data = load_data(tokenizer, vocab_size, out, workers.tick, machines.size)
+    with clock.part("data"):
+        data = load_data(tokenizer, vocab_size, out, workers.tick, machines.size)
     end_step = min(data.horizon, STOP_AT or data.horizon)
     workers.tick()
     start.check_machines(frozen, machines, config, data, end_step)
@@ -917,9 +926,10 @@ def build(workers, machines, out) -> Run:
     schedule = Schedule(begin.step, end_step, begin.progress.last_eval_step, n_held_out, machines.rank,
                         machines.size)
 
-    links = start.check_devices([torch.device(name) for name in TARGET_DEVICES],
-                                [torch.device(name) for name in DRAFTER_DEVICES])
-    models = load_models(config, data, state, tokenizer, links, machines.size, workers)
+    with clock.part("checking devices"):
+        links = start.check_devices([torch.device(name) for name in TARGET_DEVICES],
+                                    [torch.device(name) for name in DRAFTER_DEVICES])
+    models = load_models(config, data, state, tokenizer, links, machines.size, workers, clock)
     workers.tick()
 
     def tokens_of_steps(first, last):
@@ -944,6 +954,7 @@ def build(workers, machines, out) -> Run:
         replicas=models.replicas,
         optimizers=models.optimizers,
         reduce_watch=Stopwatch(torch.device(DRAFTER_DEVICES[0])),
+        start_clock=clock,
     )
 
 
@@ -954,13 +965,14 @@ def train(clear=False):
     """The whole job -> exit code. clear: what an earlier run left in OUT goes."""
     start.require_devices("TARGET_DEVICES", TARGET_DEVICES)
     start.require_devices("DRAFTER_DEVICES", DRAFTER_DEVICES)
+    clock = StartClock(process_age())
     machines = start.join_machines(STALL_S)
     workers = Workers(len(DRAFTER_DEVICES))
     run = None
     with start.output_folder(Path(OUT), machines.rank, clear) as out:
         with ExitStack() as stack:
             stack.enter_context(workers.watched(STALL_S, lambda: run.describe() if run else "starting"))
-            run = build(workers, machines, out)
+            run = build(workers, machines, out, clock)
             stack.enter_context(run.log.files.tensorboard())
             describe(run)
             stack.callback(run.gate.forbid_compiles_outside())

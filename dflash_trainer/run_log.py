@@ -22,6 +22,7 @@ from dflash_trainer import checkpoints
 from dflash_trainer.devices import memory_gib
 from dflash_trainer.errors import require
 from dflash_trainer.learning import why_not_learning
+from dflash_trainer.start_clock import StartClock, table
 
 
 class RowStats(NamedTuple):
@@ -145,6 +146,15 @@ class RunLog:
 
     def write(self, text: str, screen: str | None = None) -> None:
         self.files.write(text, screen)
+
+    def write_start(self, clock: StartClock, seconds_alone: dict) -> None:
+        """After the first step: where the start's time went. seconds_alone: the gate's."""
+        parts = dict(clock.seconds)
+        if self.clock.evaluation:
+            parts["first evaluation"] = self.clock.evaluation
+        parts["first step"] = self.clock.elapsed() - self.clock.evaluation
+        for line in table(parts, clock.total(), seconds_alone):
+            self.write(line)
 
     # ---- statistics of steps
 
