@@ -9,6 +9,8 @@
 
 Shapes: T tokens, K slots in a block, J drafted tokens, L*D tapped features, V vocabulary.
 """
+from __future__ import annotations
+
 import inspect
 import time
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ from dflash_trainer.features import Taps
 from flex_utils import dense_mask
 from model_drafter import CandidateSelector, Drafter, Head, MarkovHead, cap, layer_masks
 
-if TYPE_CHECKING:  # it brings all that loads models: for a user without a target to load, seconds for nothing
+if TYPE_CHECKING:  # imported for real where a model is loaded: with it comes all that loads models, 1.5 s
     from transformers import PreTrainedModel
 
 # ------------------------------------------------------------------------------------- the target
@@ -35,7 +37,7 @@ class LiveTarget:
     RuntimeError where this transformers can't roll back the target's layers.
     """
 
-    def __init__(self, target: "PreTrainedModel", layers: Sequence[nn.Module], tap_ids: Sequence[int]):
+    def __init__(self, target: PreTrainedModel, layers: Sequence[nn.Module], tap_ids: Sequence[int]):
         text = target.config.get_text_config()
         self.target = target
         self.taps = Taps(layers, tap_ids)
@@ -210,7 +212,7 @@ def accept_sampled(draft: torch.Tensor, draft_probs: torch.Tensor, target_probs:
 # --------------------------------------------------------------------------------------- decoding
 
 @torch.no_grad()
-def speculative_generate(drafter: Drafter, embed: nn.Module, head: Head, target: "PreTrainedModel",
+def speculative_generate(drafter: Drafter, embed: nn.Module, head: Head, target: PreTrainedModel,
                          layers: Sequence[nn.Module], input_ids: torch.Tensor, max_new_tokens: int,
                          stop_ids: set[int], temperature: float = 0.0,
                          generator: torch.Generator | None = None) -> tuple[torch.Tensor, list[int]]:
@@ -271,7 +273,7 @@ def prompt_ids(target: str, tokenizer: PreTrainedTokenizerBase | None, text: str
     return encoded["input_ids"].to(device)
 
 
-def prepare_decoding(model: "PreTrainedModel", tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def prepare_decoding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Make the target decode plainly: its own generation settings go, which may carry penalties, and cuDNN's
     attention is off in this process. Returns the ids that end an answer."""
     own = model.generation_config
@@ -283,7 +285,7 @@ def prepare_decoding(model: "PreTrainedModel", tokenizer: PreTrainedTokenizerBas
 
 
 @torch.no_grad()
-def decode_both_ways(model: "PreTrainedModel", replica: object, ids: torch.Tensor, stop: set[int],
+def decode_both_ways(model: PreTrainedModel, replica: object, ids: torch.Tensor, stop: set[int],
                      max_new_tokens: int, temperature: float,
                      seed: int) -> tuple[torch.Tensor, torch.Tensor, list[int], np.ndarray]:
     """Decode ids (1, T) plainly (greedy, transformers' own generate()) and with a replica's drafter.
@@ -304,7 +306,7 @@ def decode_both_ways(model: "PreTrainedModel", replica: object, ids: torch.Tenso
 
 
 @torch.no_grad()
-def explain_mismatch(model: "PreTrainedModel", ids: torch.Tensor, plain: torch.Tensor,
+def explain_mismatch(model: PreTrainedModel, ids: torch.Tensor, plain: torch.Tensor,
                      answer: torch.Tensor) -> str:
     """Where two different greedy answers part, in words, with the target's own margin there.
 

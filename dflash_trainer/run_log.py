@@ -249,13 +249,8 @@ class RunLog:
         row_on_drafter = 1e3 * busy_drafter * len(drafters) / self.settings.ROWS_PER_STEP
         n = len(devices)
         best = min(range(1, n), key=lambda t: max(row_on_target / t, row_on_drafter / (n - t)))
-        split = f"{best} targets + {n - best} drafters (now {len(targets)} + {len(drafters)})"
-        text = (f"one row costs {row_on_target:.0f} ms on a target and {row_on_drafter:.0f} ms on a drafter: "
-                f"the balanced split of {n} devices is {split}")
-        if best == len(targets):
-            self.files.note(text)
-        else:
-            self.write(text, f"the balanced split of {n} devices is {split}")
+        self.write(f"one row costs a target {row_on_target:.0f} ms and a drafter {row_on_drafter:.0f} ms; "
+                   f"balanced: {best} targets + {n - best} drafters (now {len(targets)} + {len(drafters)})")
 
     def warn_once_of_no_learning(self, accept_len: float) -> None:
         reason = None if self.warned else why_not_learning(self.losses, self.grad_norms, accept_len)

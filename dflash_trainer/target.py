@@ -9,6 +9,8 @@
 
 What is known before the weights are read is in target_config.py.
 """
+from __future__ import annotations
+
 import importlib.util
 import json
 import logging
@@ -17,6 +19,7 @@ import sys
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import safetensors
@@ -28,7 +31,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PretrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import ModelOutput, cached_file
@@ -39,6 +41,9 @@ from dflash_trainer.features import Taps
 from dflash_trainer.target_config import load_config, model_path
 from dflash_trainer.token_cache import Conversations, render
 from model_drafter import DrafterConfig, Head
+
+if TYPE_CHECKING:  # imported for real where a model is loaded: with it comes all that loads models, 1.5 s
+    from transformers import PreTrainedModel
 
 # parts of a checkpoint that are not the language model: vision and audio towers, layers for drafting
 OTHER_PART = re.compile(r"(^|\.)(visual|(?:embed_)?(?:vision|audio)\w*|multi_modal_projector|mtp)\.")

@@ -218,8 +218,8 @@ def test_the_split_that_balances():
                                       DRAFTER_DEVICES=[f"cuda:{i}" for i in drafters])
         log = types.SimpleNamespace(settings=given, write=said.append)
         run_log.RunLog.advise_split(log, times, n_steps=1)
-    assert said == ["one row costs 417 ms on a target and 210 ms on a drafter: the balanced split of 8 devices is "
-                    "5 targets + 3 drafters (now 5 + 3)"]  # and nothing where a GPU does both
+    assert said == ["one row costs a target 417 ms and a drafter 210 ms; balanced: 5 targets + 3 drafters (now 5 + 3)"]
+    # and nothing where a GPU does both
 
 
 def test_small_data_may_pass_many_times_within_one_log_window(tmp_path):
