@@ -677,6 +677,7 @@ class EvalSums:
         self.correct = np.zeros(config.n_drafts)  # by draft 1..J
         self.counts = np.zeros(config.n_drafts)
         self.passes = {}     # source -> tokens produced by each pass of the head's decoding
+        self.answer_taus = []  # of each answer: mean tokens a pass
         self.other_taus = {}  # "tau_backbone", "tau_oracle" -> tokens produced by each pass
         self.others = {}     # other sums by name
 
@@ -685,6 +686,7 @@ class EvalSums:
         self.weight += other.weight
         self.correct += other.correct
         self.counts += other.counts
+        self.answer_taus.extend(other.answer_taus)
         for ours, theirs in ((self.passes, other.passes), (self.other_taus, other.other_taus)):
             for name, produced in theirs.items():
                 ours.setdefault(name, []).extend(produced)
@@ -709,6 +711,7 @@ class EvalSums:
 
         for source, produced in walks(row, anchors, leading([result.correct for result in results])):
             self.passes.setdefault(source, []).extend(produced)
+            self.answer_taus.append(sum(produced) / len(produced))
         for name, field in (("tau_backbone", "backbone_correct"), ("tau_oracle", "covered")):
             grids = [getattr(result, field) for result in results]
             if grids[0] is not None:
@@ -723,14 +726,16 @@ class EvalSums:
         self.add_sum("anchors", len(anchors))
 
     def metrics(self):
-        """tau is the mean over all passes of the head's own decoding. acc_k: share of the counting drafts
-        1..J that are right."""
+        """tau is the mean over all passes of the head's own decoding, tau_answers the mean over answers of
+        each one's mean: servers report either. acc_k: share of the counting drafts 1..J that are right."""
         every = [tokens for produced in self.passes.values() for tokens in produced]
         shares = self.correct / np.maximum(self.counts, 1)
         metrics = {
             "eval_loss": self.loss / max(self.weight, 1e-9),
             "tau": float(np.mean(every)) if every else 1.0,
             "acc_k": [round(float(share), 4) for share in shares],
+            # fsum: the same number whatever the order in which drafters' answers are added up
+            "tau_answers": math.fsum(self.answer_taus) / len(self.answer_taus) if self.answer_taus else 1.0,
         }
         if len(self.passes) > 1:
             metrics["tau_by_source"] = {

@@ -540,3 +540,22 @@ def test_a_stopwatch_counts_a_span_once_its_device_is_through():
     assert watch.take() == pytest.approx(0.035) and watch.take() == 0
     events[-1].done = True
     assert watch.take() == pytest.approx(0.004) and watch.take() == 0
+
+
+def test_tau_is_told_over_passes_over_answers_and_by_source():
+    """By hand, K 4: tokens 2-5 are an answer of source a, tokens 7-8 one of b. The walk of the first accepts one
+    draft at token 2, then one at token 4, where the answer's end leaves 1 token: passes of 2 and 1. The second
+    needs one pass."""
+    run_length = np.array([0, 0, 3, 2, 1, 0, 0, 1, 0])
+    row = types.SimpleNamespace(run_length=run_length, doc=np.array([0] * 6 + [1] * 3), sources=["a", "b"])
+    correct = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0]])
+    given = {"correct": correct, "loss": torch.zeros(()), "weight": torch.ones(())}
+    sums = trainer.EvalSums(common.tiny_config())
+    sums.add_row(row, np.array([2, 3, 4, 7]), [md.RowResult(**{**dict.fromkeys(md.RowResult._fields), **given})])
+    total = trainer.EvalSums(common.tiny_config())
+    for part in (sums, trainer.EvalSums(common.tiny_config())):
+        total.add(part)
+    told = total.metrics()
+    assert told["tau"] == 4 / 3
+    assert told["tau_answers"] == (1.5 + 1) / 2
+    assert told["tau_by_source"] == {"a": 1.5, "b": 1.0}
