@@ -1,5 +1,4 @@
 """dev/bench.py: its FLOP count is the published one, and it runs through where there is no GPU."""
-import re
 import sys
 from pathlib import Path
 
@@ -58,10 +57,3 @@ def test_wrong_settings_are_named(word, error, capsys):
     assert bench.main(words) == settings.EXIT_USER_ERROR
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {error}")
-
-
-def test_what_the_readme_links_to_is_there():
-    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text())
-    assert len(links) > 15
-    local = [link for link in links if not link.startswith("http")]
-    assert [link for link in local if not (ROOT / link).exists()] == []
