@@ -278,6 +278,31 @@ ZERO_AT_FIRST = ("kernel_projection.weight", "successor_codebook", "markov_w2.we
                  "confidence_head.proj.weight", "confidence_head.proj.bias")
 
 
+def weight_as_used(module: nn.Module | None) -> torch.Tensor | None:
+    """The weight that a target's Linear or norm multiplies with; None where it has none, or keeps it quantised.
+    Some families' norms multiply with 1 + weight: what a norm makes of ones tells."""
+    weight = getattr(module, "weight", None)
+    if weight is None or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return None
+    return weight if weight.dim() == 2 else module(torch.ones_like(weight))
+
+
+def copy_part(own: nn.Module, theirs: nn.Module | None) -> bool:
+    """Weights of a target's attention or MLP into the drafter's, if each Linear has one of its shape there."""
+    modules = {} if theirs is None else dict(theirs.named_modules())
+    weights = {}
+    for name, module in own.named_modules():
+        if isinstance(module, (nn.Linear, RMSNorm)):
+            weight = weight_as_used(modules.get(name))
+            if weight is not None and weight.shape == module.weight.shape:
+                weights[module] = weight
+            elif isinstance(module, nn.Linear):
+                return False
+    for module, weight in weights.items():
+        module.weight.copy_(weight)
+    return True
+
+
 class Drafter(nn.Module):
     """DFlash block-diffusion drafter (arXiv 2602.06036; z-lab/dflash): layers, no embedding and no head.
 
@@ -320,6 +345,33 @@ class Drafter(nn.Module):
                 fresh = torch.empty(param.shape, dtype=torch.float32)
                 fresh.normal_(0.0, self.config.initializer_range, generator=generator)
                 param.copy_(fresh)
+
+    @torch.no_grad()
+    def init_from_target(self, layers: Sequence[nn.Module], final_norm: nn.Module | None) -> list[str]:
+        """After init_weights(): what the target has in the same shape replaces fresh weights. -> their names.
+
+        Layer i becomes the target's layer i: its first ones read embeddings, as a block's slots do. Attention
+        and MLP are copied whole or not at all. fc passes the deepest tap on, hidden_norm is the first layer's
+        input norm, norm half the target's final one: flatter logits at first.
+        """
+        copied = ["fc"]
+        size = self.config.hidden_size
+        self.fc.weight.zero_()
+        self.fc.weight[:, -size:] = torch.eye(size)
+        norms = {"norm": (self.norm, final_norm, 0.5)}
+        norms["hidden_norm"] = (self.hidden_norm, getattr(layers[0], "input_layernorm", None), 1.0)
+        for i, (own, theirs) in enumerate(zip(self.layers, layers, strict=False)):
+            for part in ("self_attn", "mlp"):
+                if copy_part(getattr(own, part), getattr(theirs, part, None)):
+                    copied.append(f"layers.{i}.{part}")
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                norms[f"layers.{i}.{name}"] = (getattr(own, name), getattr(theirs, name, None), 1.0)
+        for name, (own, theirs, factor) in norms.items():
+            weight = weight_as_used(theirs)
+            if weight is not None:
+                own.weight.copy_(weight * factor)
+                copied.append(name)
+        return copied
 
     def forward(self, target_hidden: torch.Tensor, block_embeds: torch.Tensor, context_pos: torch.Tensor,
                 block_pos: torch.Tensor, masks: dict[str, object],

@@ -77,6 +77,7 @@ LAYER_TYPES: list[str] | None = None                  # None: full; for Qwen3.5/
 SLIDING_WINDOW: int = 2048                            # W, tokens, of "sliding_attention" layers
 TARGET_LAYER_IDS: list[int] | None = None             # tapped layers; None: 5 spread evenly
 MASK_TOKEN_ID: int | None = None                      # None: the family's known id, else an unused one
+INIT: str = "normal"                                  # "normal" | "target": from its first layers and norms
 INIT_STD: float = 0.02                                # of fresh weights, normal
 INIT_FROM: str | None = None                          # a drafter checkpoint to start from
 # the drafter's head
@@ -869,6 +870,9 @@ def load_models(config, data, state, tokenizer, links, n_machines, workers, cloc
     embed = model.get_input_embeddings()
     head = target.make_head(model)
     decoder = model.get_decoder()
+    masters = checkpoints.masters_of(state)
+    if INIT == "target" and INIT_FROM is None and "adam_step" not in state:
+        masters = start.masters_from_target(config, masters, decoder)
     config = replace(config, input_embedding_scale=target.embedding_scale(embed))
     start.check_target_of_head(config)
     target.report_kernels(decoder)
@@ -888,7 +892,6 @@ def load_models(config, data, state, tokenizer, links, n_machines, workers, cloc
         for device in target_devices[1:]:
             decoders.append(replica_of(decoder, device, links.bad_pairs))
 
-    masters = checkpoints.masters_of(state)
     replicas = []
     optimizers = []
     for index, device in enumerate(drafter_devices):

@@ -84,6 +84,7 @@ def check_settings(trainer: ModuleType) -> None:
     check("ROWS_PER_STEP", n_drafters <= trainer.ROWS_PER_STEP,
           f"too few for {n_drafters} drafters, DRAFTER_DEVICES = {trainer.DRAFTER_DEVICES}")
     require_one_of("LOSS", trainer.LOSS, ("decay", "dpace"))
+    require_one_of("INIT", trainer.INIT, ("normal", "target"))
     require_one_of("LOSS_FORM", trainer.LOSS_FORM, ("fused", "checkpoint"))
     check_head(trainer, check)
 
@@ -398,6 +399,16 @@ def warm_start(settings, config: DrafterConfig, fresh: dict[str, torch.Tensor],
     if from_plain and config.head == "dspark":
         log.write(f"{what} predicts one token less far in each slot: HEAD = 'dspark' has to learn the shift")
     return {**fresh, **weights}
+
+
+def masters_from_target(config: DrafterConfig, masters: dict, decoder: torch.nn.Module) -> dict:
+    """INIT = "target": fresh masters, with what the target's decoder has in the same shape in their place."""
+    drafter = Drafter(config, None)
+    drafter.load_state_dict(masters)
+    copied = drafter.init_from_target(decoder.layers, getattr(decoder, "norm", None))
+    print(f"INIT = target: {len(copied)} parts of the drafter start as the target's: {', '.join(copied[:5])}"
+          f"{', ...' if len(copied) > 5 else ''}")
+    return drafter.state_dict()
 
 
 # ---- head of the log
