@@ -46,7 +46,8 @@ from tqdm import tqdm
 
 import flex_utils
 import model_drafter as md
-from dflash_trainer import checkpoints, decoding, settings, start, target
+from dflash_trainer import checkpoints, decoding, fp8, settings, start, target
+from dflash_trainer.compiled_target import CompiledParts
 from dflash_trainer.devices import HandOff, Stopwatch, receive, replica_of, to_device, transfer
 from dflash_trainer.errors import require, user_error_on
 from dflash_trainer.features import TappedForward, choose_target_batches
@@ -111,6 +112,9 @@ LOSS_TERMS: dict | None = None                        # "ce" on the target's tok
 LOSS_FORM: str = "fused"                              # "fused": gradient in forward | "checkpoint"
 LOSS_CHUNK: int = 1280                                # rows of logits alive at a time; best a multiple of 128
 # running
+TARGET_PRECISION: str = "bf16"                        # "bf16" | "fp8": its layers; half the memory
+DRAFTER_PRECISION: str = "bf16"                       # "bf16" | "fp8_head" | "fp8": layers too | "fp8_wgrad":
+                                                      # and their weights' gradients; masters stay fp32
 COMPILE: bool = True                                  # False: dense attention, nothing compiled (CUDA only)
 SMALL_KERNELS: bool | None = None                     # small attention tiles; None: what the device holds
 QUEUE_DEPTH: int = 2                                  # rows waiting per (target, drafter)
@@ -313,7 +317,7 @@ def compute_dtype(device):
 
 
 def load_target(device, tick=lambda: None):
-    return target.load_model(TARGET, device, compute_dtype(device), SEED, tick)
+    return target.load_model(TARGET, device, compute_dtype(device), SEED, tick, TARGET_PRECISION)
 
 
 def choose_batches(decoder, rows, *held_out):
@@ -388,8 +392,11 @@ def target_worker(run, t):
     """Target thread t: run jobs t, t+T, t+2T, ... in order and queue each batch for its drafter."""
     device = torch.device(TARGET_DEVICES[t])
     enter_thread(device)
-    forward = TappedForward(
-        run.decoders[t], run.config.target_layer_ids, run.log.write, with_last=needs_last(run.config))
+    parts = None
+    if compiles_on(device):
+        parts = CompiledParts(run.decoders[t], f"target-{t}", run.log.write)
+    forward = TappedForward(run.decoders[t], run.config.target_layer_ids, run.log.write, parts,
+                            needs_last(run.config))
     hand_off = HandOff(device, run.links.bad_pairs)
     copies = deque()  # copies that may still be running
     for job in run.schedule.jobs_of_target(t):
@@ -418,8 +425,9 @@ def compiles_on(device):
 class Replica:
     """One drafter in the compute dtype, with the target's embedding and head. One thread uses it."""
 
-    def __init__(self, index, config, device, embed, head, weights, compile=None):
-        """weights: by published name, any dtype. compile: None for what COMPILE and the device say."""
+    def __init__(self, index, config, device, embed, head, weights, compile=None, precision="bf16"):
+        """weights: by published name, any dtype. compile: None for what COMPILE and the device say. precision:
+        of its products, see DRAFTER_PRECISION."""
         self.index = index
         self.device = device
         self.embed = embed
@@ -434,8 +442,16 @@ class Replica:
         self.params = dict(self.drafter.named_parameters())
         self.set_weights(weights)
 
+        ce_and_grad = md.ce_and_grad
+        if precision != "bf16":
+            setting = f"DRAFTER_PRECISION = {precision}"
+            form = fp8.find_form(device, setting)
+            self.head = fp8.Fp8Head(head, form, setting, self.compile_for_thread)
+            ce_and_grad = fp8.ce_and_grad
+            if precision != "fp8_head":
+                fp8.train_in_fp8(self.drafter.layers, form, setting, precision == "fp8_wgrad")
         self.loss_spec = loss_spec(config)._replace(
-            ce_and_grad=self.compile_for_thread(md.ce_and_grad),
+            ce_and_grad=self.compile_for_thread(ce_and_grad),
             terms_and_grad=self.compile_for_thread(md.terms_and_grad),
             biased_terms_and_grad=self.compile_for_thread(md.biased_terms_and_grad))
         self.selector_ramp = torch.ones((), device=device)  # share of the selector's loss
@@ -896,7 +912,8 @@ def load_models(config, data, state, tokenizer, links, n_machines, workers, cloc
     optimizers = []
     for index, device in enumerate(drafter_devices):
         with clock.part("drafters"):
-            replica = Replica(index, config, device, *for_drafters[device], masters)
+            replica = Replica(index, config, device, *for_drafters[device], masters,
+                              precision=DRAFTER_PRECISION)
             optimizer = Optimizer(replica, masters, ROWS_PER_STEP * n_machines)
             if "adam_step" in state:
                 optimizer.load_state(state)

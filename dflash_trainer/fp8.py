@@ -63,7 +63,9 @@ def multiply(a: torch.Tensor, scale_a: torch.Tensor, b: torch.Tensor, scale_b: t
                                 use_fast_accum=True)
     one = torch.ones((), device=a.device)
     product = torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True)
-    return (product.float() * scale_a * scale_b.t()).to(dtype)
+    product = product.float() * (scale_a * scale_b.t())
+    # a cast that does nothing makes gradients 0 in silence under torch 2.11's dynamo
+    return product if dtype == torch.float32 else product.to(dtype)
 
 
 def error_of_form(form: str, device: torch.device) -> float:
@@ -189,8 +191,7 @@ def train_in_fp8(module: nn.Module, form: str, setting: str, fp8_weight_grad: bo
 
 class Fp8Head(nn.Module):
     """md.Head with its weight in fp8 alone: once by token for the logits, once by hidden entry for the
-    hidden states' gradient (fp8 products read both matrices along the sum). Like md.Head it offers
-    logits(), forward() and grad_hidden()."""
+    hidden states' gradient (fp8 products read both matrices along the sum). It offers what md.Head does."""
 
     def __init__(self, head: "md.Head", form: str, setting: str,
                  compiled: Callable = lambda function: function):
@@ -198,7 +199,7 @@ class Fp8Head(nn.Module):
         weight = head.linear.weight.data
         require_shape("the head", weight, setting)
         self.softcap = head.softcap
-        self.bias = head.linear.bias
+        self.bias = None if head.linear.bias is None else head.linear.bias * head.scale
         self.form = form
         self.by_token, self.token_scale = quantize_weight(weight)            # (V, D), (V, 1)
         self.by_entry, self.entry_scale = quantize_weight(weight.t(), 512)   # (D, V), (D, 1)
@@ -206,6 +207,8 @@ class Fp8Head(nn.Module):
             self.token_scale *= head.scale
             self.entry_scale *= head.scale
             self.bias = None if self.bias is None else self.bias * head.scale
+        self.token_scale *= head.scale
+        self.entry_scale *= head.scale
         self.quantize_rows = compiled(quantize_rows)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -218,10 +221,18 @@ class Fp8Head(nn.Module):
         flat = self.logits(hidden.reshape(-1, hidden.shape[-1]))
         return md.cap(flat, self.softcap).view(*hidden.shape[:-1], -1)
 
+    def at_tokens(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """hidden (M, D), tokens (M, k) -> forward()'s logits of those tokens alone (M, k)."""
+        weight = (self.by_token[tokens].float() * self.token_scale[tokens]).to(hidden.dtype)
+        logits = (weight @ hidden[:, :, None])[..., 0]
+        if self.bias is not None:
+            logits = logits + self.bias[tokens]
+        return md.cap(logits, self.softcap)
+
     def grad_hidden(self, grad: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
                     dtype: torch.dtype) -> torch.Tensor:
-        """Gradient of the logits (M, V) -> of the hidden states (M, D), in `dtype`. grad: e4m3, LARGEST times the
-        gradient as ce_and_grad() below writes it; (e4m3, scales (M, 1)); or another dtype."""
+        """Gradient of the logits (M, V) -> of the hidden states (M, D), in `dtype`. grad: e4m3, LARGEST times
+        the gradient as ce_and_grad() below writes it; (e4m3, scales (M, 1)); or another dtype."""
         if isinstance(grad, tuple):
             values, scale = grad
         elif grad.dtype == E4M3:

@@ -50,7 +50,8 @@ SETTINGS_OF_HEAD = {
 }
 # what machines must share as well, since every one decides by itself what happens after a step
 MUST_MATCH_ACROSS_MACHINES = (
-    "LR", "WARMUP", "CLIP", "GAMMA", "LOG_EVERY", "EVAL_EVERY", "SAVE_EVERY", "K_BAD")
+    "LR", "WARMUP", "CLIP", "GAMMA", "LOG_EVERY", "EVAL_EVERY", "SAVE_EVERY", "K_BAD",
+    "TARGET_PRECISION", "DRAFTER_PRECISION")
 PARTS_OF_HEADS = ("candidate_selector", "markov_head", "confidence_head")  # convolutions are in the layers
 USE_OR_RESTART = ("use the checkpoint's value, or start a new run (another OUT; INIT_FROM=... keeps the "
                   "weights)")
@@ -86,6 +87,10 @@ def check_settings(trainer: ModuleType) -> None:
     require_one_of("LOSS", trainer.LOSS, ("decay", "dpace"))
     require_one_of("INIT", trainer.INIT, ("normal", "target"))
     require_one_of("LOSS_FORM", trainer.LOSS_FORM, ("fused", "checkpoint"))
+    require_one_of("TARGET_PRECISION", trainer.TARGET_PRECISION, ("bf16", "fp8"))
+    require_one_of("DRAFTER_PRECISION", trainer.DRAFTER_PRECISION, ("bf16", "fp8_head", "fp8", "fp8_wgrad"))
+    check("DRAFTER_PRECISION", trainer.DRAFTER_PRECISION == "bf16" or trainer.LOSS_FORM == "fused",
+          f"an fp8 head makes its gradient in forward: LOSS_FORM = {trainer.LOSS_FORM} can't")
     check_head(trainer, check)
 
 

@@ -157,6 +157,8 @@ def test_the_loss_with_an_fp8_head(softcap):
     assert (correct == (logits.argmax(-1) == labels)).double().mean() > 0.9
     assert cosine(hidden.grad, exact.grad) > 0.995
     assert relative(hidden.grad, exact.grad) < 0.1
+    tokens = torch.randint(0, 96, (48, 3))
+    assert torch.allclose(head.at_tokens(hidden, tokens), head(hidden).gather(1, tokens), atol=0.05)
     with torch.no_grad():  # evaluation
         again, _ = md.chunked_ce(hidden, head, labels, 16, "fused", fp8.ce_and_grad)
     assert torch.allclose(again, ce)
