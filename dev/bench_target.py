@@ -1,4 +1,4 @@
-"""What fp8 and a compiled target save: the target's call, the drafter's step, long rows, and how far they stray.
+"""What fp8 and a compiled target save: the target's call, the drafter's step, long rows; how far they stray.
 
     python dev/bench_target.py [NAME=VALUE ...]
     python dev/bench_target.py SMALL=True                       runs through on a CPU
@@ -11,26 +11,28 @@
     drafter     forward, backward and step at 27B shape, bf16 and fp8; gradients against bf16
     long_rows   by SEQ_LEN: target call, hand-off, packing, drafter step, evaluation, memory
 
-Each part stands alone: what fails is one line and a traceback in OUT, and the rest goes on. A measurement that
-BUDGET_S leaves no time for is named as skipped. Times are medians; weights are random but in `features`.
+Each part stands alone: what fails is one line, its traceback on stderr and in OUT.errors, and the rest goes on.
+What BUDGET_S leaves no time for is named as skipped. Times are medians; weights are random but in `features`.
 """
 import json
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from bench_rig import Meter, Rig, free, import_specforge, random_conversations, specforge_steps, table
 
 import flex_utils
+import model_drafter as md
 import train_dflash as td
-from dflash_trainer import compiled_target, fp8, settings
+from dflash_trainer import checkpoints, compiled_target, fp8, settings
 from dflash_trainer import target as targets
 from dflash_trainer.devices import HandOff, check_pairs, replica_of
 from dflash_trainer.features import TappedForward
-from tools import random_target
 
 PARTS: list[str] = ["probe", "target", "features", "drafter", "long_rows"]
 DEVICE: str = ""               # "": cuda:0 where there is one, else cpu
@@ -72,7 +74,8 @@ def attempt(what, work, *args):
             f"({Path(where.filename).name}:{where.lineno})")
         print(text, file=sys.stderr, flush=True)
         if OUT:
-            Path(OUT + ".errors").open("a").write(text)
+            with open(OUT + ".errors", "a") as file:
+                file.write(text)
         return None
     finally:
         free()
@@ -117,8 +120,8 @@ def random_decoder(device, layers):
     folder = tempfile.mkdtemp()
     wide = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256, "linear_value_head_dim": 32}
     size = ["small", f"CONFIG={wide}"] if SMALL else [f"LAYERS={layers}"]
-    if random_target.main([folder, *size, "CONVERSATIONS=0"]):
-        raise RuntimeError("no random target")
+    program = Path(__file__).resolve().parents[1] / "tools/random_target.py"
+    subprocess.run([sys.executable, str(program), folder, *size, "CONVERSATIONS=0"], check=True)
     model = targets.load_model(f"random:{folder}", device, td.compute_dtype(device), 0)
     taps = (0, 2, 5) if SMALL else tuple(tap for tap in TAPS if tap < layers)
     decoder = model.get_decoder()
@@ -153,7 +156,7 @@ class Variant:
 def make_fp8(decoder, device):
     before = gib(device)
     form = fp8.find_form(device, "bench")
-    count = sum(fp8.quantize_layers(layer, form, "bench", f"layers.{i}") for i, layer in enumerate(decoder.layers))
+    count = fp8.quantize_layers(decoder.layers, form, "bench", "layers")
     free()
     if before:
         say(f"{count} linear layers in fp8 ({form}): {before:.1f} -> {gib(device):.1f} GiB allocated")
@@ -260,7 +263,7 @@ def make_replica(rig, precision, layers="full"):
     torch.manual_seed(0)
     config, device = rig.config(layers), rig.device
     with torch.device("meta"):
-        shapes = {name: p.shape for name, p in td.md.Drafter(config, None).named_parameters()}
+        shapes = {name: p.shape for name, p in md.Drafter(config, None).named_parameters()}
     weights = {name: torch.randn(shape, device=device) * 0.02 if len(shape) > 1 else
                torch.ones(shape, device=device) for name, shape in shapes.items()}
     replica = td.Replica(0, config, device, replica_of(rig.embed, device), replica_of(rig.head, device), weights,
@@ -382,7 +385,7 @@ def one_length(device, decoder, taps, seq_len):
         target_ms = meter.times(lambda i: variant.forward(ids))[0] * 62 / len(decoder.layers)
         target_peak = gib(device, True)
         variant.close()
-        del variant
+    variant = None
     free()
     rig = make_rig(device, f"SEQ_LEN={seq_len}")
     batches = rig.items()[:2]
@@ -413,7 +416,7 @@ def measure():
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     import transformers
     say(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}, commit "
-        f"{td.checkpoints.commit()}")
+        f"{checkpoints.commit()}")
     for part in PARTS:
         settings.require_one_of("an entry of PARTS", part, ("probe", "target", "features", "drafter", "long_rows"))
     for part in PARTS:

@@ -158,7 +158,7 @@ def test_the_loss_with_an_fp8_head(softcap):
     assert cosine(hidden.grad, exact.grad) > 0.995
     assert relative(hidden.grad, exact.grad) < 0.1
     tokens = torch.randint(0, 96, (48, 3))
-    assert torch.allclose(head.at_tokens(hidden, tokens), head(hidden).gather(1, tokens), atol=0.05)
+    assert relative(head.at_tokens(hidden, tokens).detach(), logits.gather(1, tokens).detach()) < 0.06
     with torch.no_grad():  # evaluation
         again, _ = md.chunked_ce(hidden, head, labels, 16, "fused", fp8.ce_and_grad)
     assert torch.allclose(again, ce)
