@@ -11,8 +11,7 @@
     drafter     forward, backward and step at 27B shape, bf16 and fp8; gradients against bf16
     long_rows   by SEQ_LEN: target call, hand-off, packing, drafter step, evaluation, memory
 
-Each part stands alone: what fails is one line, its traceback on stderr and in OUT.errors, and the rest goes on.
-What BUDGET_S leaves no time for is named as skipped. Times are medians; weights are random but in `features`.
+Each part stands alone: what fails is one line, its traceback on stderr and in OUT.errors; the rest goes on. What BUDGET_S leaves no time for is named as skipped. Times are medians; weights are random but in `features`.
 """
 import json
 import subprocess
@@ -20,15 +19,17 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import namedtuple
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import numpy as np
 import torch
-from bench_rig import Meter, Rig, free, import_specforge, random_conversations, specforge_steps, table
 
 import flex_utils
 import model_drafter as md
 import train_dflash as td
+from bench_rig import SHAPES, Meter, Rig, free, import_specforge, specforge_steps
 from dflash_trainer import checkpoints, compiled_target, fp8, settings
 from dflash_trainer import target as targets
 from dflash_trainer.devices import HandOff, check_pairs, replica_of
@@ -79,6 +80,24 @@ def attempt(what, work, *args):
         return None
     finally:
         free()
+
+
+def table(head, rows):
+    def cell(x):
+        if isinstance(x, float):
+            return f"{x:.3g}" if abs(x) < 10 else f"{x:.1f}"
+        return "-" if x is None else str(x)
+    return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in (head, ["---"] * len(head), *rows))
+
+
+def kernels(device, work):
+    """The longest kernels of one work(0)."""
+    if device.type != "cuda":
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        work(0)
+        torch.cuda.synchronize(device)
+    say(profiled.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=90))
 
 
 def device_in_use():
@@ -204,7 +223,7 @@ def one_target(device, decoder, taps, name, ids, other, kept):
         if variant.forward.refused:
             say(f"target {name}: NO CUDA GRAPH")
         if PROFILE and name == TARGETS[-1]:
-            say(meter.kernels(lambda i: variant.forward(ids), 25))
+            kernels(device, lambda i: variant.forward(ids))
         return [ms, first, second, second_ms, gib(device), gib(device, True), str(differs)]
     finally:
         variant.close()
@@ -238,7 +257,7 @@ def features(device):
     del exact  # a module's own .to(bfloat16) would round its rotary frequencies
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=td.compute_dtype(device)).to(device).eval()
     rows, eager = [], None
-    for name in ("eager", "dynamic", "static", "fp8 uncompiled", "fp8"):
+    for name in ("eager", "dynamic", "fp8 uncompiled", "fp8"):
         if name == "fp8 uncompiled":
             make_fp8(model.get_decoder(), device)
         result = attempt(f"features {name}", outputs, model, name)
@@ -253,8 +272,12 @@ def features(device):
         rows) + "\n")
 
 
-def make_rig(device, *words):
-    return Rig("tiny" if SMALL else "qwen3.6-27b", device, words)
+def make_rig(device, **constants):
+    """Sets the trainer's constants, too."""
+    shape = SHAPES["tiny" if SMALL else "qwen3.6-27b"]
+    for name, value in {**shape.constants, "LR": 1e-4, **constants}.items():
+        setattr(td, name, value)
+    return Rig(shape.drafter, device)
 
 
 def make_replica(rig, precision, layers="full"):
@@ -264,8 +287,10 @@ def make_replica(rig, precision, layers="full"):
     config, device = rig.config(layers), rig.device
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in md.Drafter(config, None).named_parameters()}
-    weights = {name: torch.randn(shape, device=device) * 0.02 if len(shape) > 1 else
-               torch.ones(shape, device=device) for name, shape in shapes.items()}
+    weights = {}
+    for name, shape in shapes.items():
+        is_norm = len(shape) == 1
+        weights[name] = torch.ones(shape, device=device) if is_norm else torch.randn(shape, device=device) * 0.02
     replica = td.Replica(0, config, device, replica_of(rig.embed, device), replica_of(rig.head, device), weights,
                          precision=precision)
     return replica, td.Optimizer(replica, weights, 1)
@@ -289,9 +314,10 @@ class Stepper:
         self.row(i)
         stats = self.optimizer.row_stats
         valid = (self.batches[i % len(self.batches)].counted[0] > 0).sum()
-        values = td.RowStats(loss=self.loss.loss.detach(), weight=self.loss.weight, matches=valid, anchors=valid,
-                             bad=valid * 0)
-        stats[0] = torch.stack([value.double() for value in values])
+        stats.zero_()
+        values = dict(loss=self.loss.loss.detach(), weight=self.loss.weight, matches=valid, anchors=valid)
+        for name, value in values.items():
+            stats[0, td.RowStats._fields.index(name)] = value
         self.optimizer.update(1e-4, i, self.gate)
 
     @torch.no_grad()
@@ -314,7 +340,7 @@ def measure_steps(device, replica, optimizer, batches):
 
 def drafter(device):
     rig = make_rig(device)
-    batches = rig.items()
+    batches = rig.batches()
     rows, kept = [], {}
     for precision in PRECISIONS:
         result = attempt(f"drafter {precision}", one_drafter, device, rig, batches, precision, kept)
@@ -344,7 +370,7 @@ def one_drafter(device, rig, batches, precision, kept):
         against = f"cosine {cosines[lowest]:.4f} ({lowest}) .. median {middle:.4f}"
     say(f"drafter {precision}: forward+backward {numbers[0]:.1f} ms, step {numbers[1]:.1f} ms; {against}")
     if PROFILE and precision == PRECISIONS[-1]:
-        say(Meter([device]).kernels(steps.row, 25))
+        kernels(device, steps.row)
     return [*numbers, against]
 
 
@@ -374,6 +400,19 @@ def long_rows(device):
              "step ms", "peak GiB", "evaluation of a group ms", "features GiB"], rows) + "\n")
 
 
+def some_conversations(n, seq_len):
+    """What rows are packed from: n conversations of 5 to 75 % of a row, the first quarter a prompt."""
+    rng = np.random.default_rng(0)
+    one = namedtuple("Given", ["ids", "turn", "source"])
+    given = []
+    for length in rng.integers(seq_len // 20, seq_len * 3 // 4, n):
+        turn = (np.arange(length) >= length // 4).astype(np.int32)
+        given.append(one(rng.integers(0, 500, length), turn, ""))
+    lengths = np.array([len(c.ids) for c in given])
+    kind = type("Conversations", (list,), {"lengths": lengths, "stats": {"bad": 0}, "fingerprint": ""})
+    return kind(given)
+
+
 def one_length(device, decoder, taps, seq_len):
     meter = Meter([device], max(2, REPEATS // 2), 2)
     with torch.no_grad():
@@ -387,9 +426,9 @@ def one_length(device, decoder, taps, seq_len):
         variant.close()
     variant = None
     free()
-    rig = make_rig(device, f"SEQ_LEN={seq_len}")
-    batches = rig.items()[:2]
-    stream = td.RowStream(random_conversations(64), seq_len, td.NUM_ANCHORS, 0)
+    rig = make_rig(device, SEQ_LEN=seq_len)
+    batches = rig.batches()[:2]
+    stream = td.RowStream(some_conversations(64, seq_len), seq_len, td.NUM_ANCHORS, 0)
     stream.row(0)
     began = time.perf_counter()
     for i in range(4):
