@@ -379,7 +379,7 @@ def host_tensors(row, anchors, config):
     blocks = md.block_arrays(
         row.conversation_start, row.run_length, anchors, NUM_ANCHORS, config.block_size,
         loss_chunk(config.n_drafts), config.first_slot, whole_blocks=config.head == "dspark")
-    return [torch.from_numpy(array) for array in (row.ids, row.pos, *blocks)]
+    return [torch.from_numpy(array) for array in (row.ids, row.positions, *blocks)]
 
 
 def send_batch(job, row, anchors, target_hidden, config, hand_off, device) -> md.Batch:
@@ -777,7 +777,7 @@ def walks(row, anchors, matches):
     goes_on = row.run_length[anchors - 1] == row.run_length[anchors] + 1
     for first in anchors[(anchors == 0) | ~goes_on]:  # the first token of each answer
         n_tokens = int(row.run_length[first]) + 1
-        yield row.sources[row.doc[first]], md.walk(at_place[first:first + n_tokens], n_tokens)
+        yield row.sources[row.conversation[first]], md.walk(at_place[first:first + n_tokens], n_tokens)
 
 
 @torch.no_grad()
@@ -886,7 +886,7 @@ def load_models(config, data, state, tokenizer, links, n_machines, workers, cloc
     embed = model.get_input_embeddings()
     head = target.make_head(model)
     decoder = model.get_decoder()
-    masters = checkpoints.masters_of(state)
+    masters = checkpoints.master_weights(state)
     if INIT == "target" and INIT_FROM is None and "adam_step" not in state:
         masters = start.masters_from_target(config, masters, decoder)
     config = replace(config, input_embedding_scale=target.embedding_scale(embed))

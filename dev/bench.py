@@ -256,7 +256,7 @@ def in_threads(trainer):
         for i in range(WARM_UP + REPEATS + 1):
             if i in (WARM_UP, WARM_UP + REPEATS):
                 Meter([replica.device]).wait()
-                seconds = run.reduce_watch.take() if replica.index == 0 else 0.0
+                seconds = run.reduce_watch.read_and_reset() if replica.index == 0 else 0.0
                 marks.append((time.perf_counter(), seconds))
             trainer.step(replica, i)
     threads = [threading.Thread(target=run.workers.run_guarded, args=(drafter, replica))

@@ -16,7 +16,8 @@ import re
 import shutil
 import subprocess
 import threading
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,17 +26,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_trainer.errors import UserError, require, user_error_on
-from dflash_trainer.workers import start_thread
+from dflash_trainer.workers import Workers, start_thread
 from model_drafter import DrafterConfig
 
 
-def free_memory():
-    """Host memory in GiB. MemAvailable counts the page cache in, SC_AVPHYS_PAGES doesn't."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable:")) / 2**20
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2**30
+def free_memory() -> float:
+    """Host memory in GiB. MemAvailable counts the page cache as free, SC_AVPHYS_PAGES doesn't."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                kib = int(line.split()[1])
+                return kib / 2**20
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 2**30
 
 
 # ------------------------------------------------------------------------------ the published files
@@ -167,48 +169,59 @@ def config_from_json(j: dict) -> DrafterConfig:
         raise ValueError(f"config.json of the drafter lacks {e}") from None
 
 
-def read_config(directory):
+def read_config(directory: str | Path) -> DrafterConfig:
     """-> DrafterConfig of a checkpoint."""
     return config_from_json(json.loads(Path(directory, "config.json").read_text()))
 
 
-def save_drafter(directory, config, state):
+def save_drafter(directory: str | Path, config: DrafterConfig, state: dict[str, torch.Tensor]) -> None:
     """config.json + model.safetensors (bf16, published tensor names) into an existing directory."""
     directory = Path(directory)
     (directory / "config.json").write_text(json.dumps(config_json(config), indent=2) + "\n")
-    tensors = {name: t.to(torch.bfloat16).contiguous() for name, t in state.items()}
+    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in state.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def load_drafter(directory):
+def load_drafter(directory: str | Path) -> tuple[DrafterConfig, dict[str, torch.Tensor]]:
     """-> (DrafterConfig, state dict on the CPU) of a checkpoint of ours or a published one."""
     if Path(directory, "latest").exists():
-        raise ValueError(f"it is the OUT of a run: give {Path(directory, 'latest')} or {Path(directory, 'best')}")
+        raise ValueError(f"it is the OUT of a run: give {Path(directory, 'latest')} or "
+                         f"{Path(directory, 'best')}")
     weights = load_file(Path(directory, "model.safetensors"))
     of_target = [name for name in weights if name.startswith(("embed_tokens.", "lm_head."))]
     if of_target:  # DeepSpec's files hold them
         print(f"{directory}: {', '.join(of_target)} left out, they are the target's")
-    published = {name.replace("_codebook.weight", "_codebook"): weights[name] for name in weights
-                 if name not in of_target}
+    published = {}
+    for name, weight in weights.items():
+        if name not in of_target:
+            published[name.replace("_codebook.weight", "_codebook")] = weight
     return read_config(directory), published
 
 
-def differences(ours, theirs):
-    """Fields in which two configs can't share weights or meaning: 'name: ours X, theirs Y' lines."""
+def differences(ours: DrafterConfig, theirs: DrafterConfig) -> list[str]:
+    """Fields in which two configs can't share weights or meaning: 'name: X here, Y there' each."""
     free = {"initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
             "rms_norm_eps", "input_embedding_scale", "num_anchors"}
-    a, b = asdict(ours), asdict(theirs)
-    return [f"{k}: {a[k]} here, {b[k]} there" for k in a if k not in free and a[k] != b[k]]
+    there = asdict(theirs)
+    found = []
+    for name, value in asdict(ours).items():
+        if name not in free and value != there[name]:
+            found.append(f"{name}: {value} here, {there[name]} there")
+    return found
 
 
 # ---------------------------------------------------------------------------------------- checkpoints
 
-def checksum(path):
+State = dict[str, torch.Tensor]  # by name, on the host
+
+
+def checksum(path: Path) -> list:
+    """[bytes, sha256]."""
     with open(path, "rb") as f:
         return [path.stat().st_size, hashlib.file_digest(f, "sha256").hexdigest()]
 
 
-def sync_path(path):
+def sync_path(path: Path) -> None:
     """fsync a file or a directory."""
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -217,7 +230,7 @@ def sync_path(path):
         os.close(fd)
 
 
-def point(link, target):
+def point(link: Path, target: Path) -> None:
     """Relative symlink, replaced in one step."""
     new = link.with_name(f".{link.name}.new")
     new.unlink(missing_ok=True)
@@ -225,28 +238,39 @@ def point(link, target):
     os.replace(new, link)
 
 
-def masters_of(state):
+def master_weights(state: State) -> State:
     """The weights in a trainer's state, by their published names."""
-    return {k.removeprefix("master."): v for k, v in state.items() if k.startswith("master.")}
+    prefix = "master."
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
-def write_index(directory, names):
-    """Says which file holds the drafter's tensors: without it servers load every *.safetensors of a directory,
-    the trainer's state as well, and stop at its first name (vLLM 0.32, SGLang 0.5.23)."""
+def write_index(directory: Path, names: Iterable[str]) -> None:
+    """Says which file holds the drafter's tensors: without it servers load every *.safetensors of a
+    directory, the trainer's state as well, and stop at its first name (vLLM 0.32, SGLang 0.5.23)."""
     index = {"metadata": {}, "weight_map": dict.fromkeys(sorted(names), "model.safetensors")}
     Path(directory, "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
 
 
-def write_checkpoint(out, step, config, state, info):
+def step_path(out: Path, step: int) -> Path:
+    return out / f"step_{step:08d}"
+
+
+def part_path(out: Path, step: int) -> Path:
+    """Where a checkpoint lies while it is being written."""
+    return out / f".part_step_{step:08d}"
+
+
+def write_checkpoint(out: Path, step: int, config: DrafterConfig, state: State, info: dict) -> Path:
     """OUT/step_N, complete or not there: temporary name, fsync, rename. -> its path."""
-    final, part = out / f"step_{step:08d}", out / f".part_step_{step:08d}"
+    final = step_path(out, step)
+    part = part_path(out, step)
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    weights = masters_of(state)
+    weights = master_weights(state)
     save_drafter(part, config, weights)
     write_index(part, weights)
     save_file(state, part / "trainer.safetensors")
-    files = {p.name: checksum(p) for p in sorted(part.iterdir())}
+    files = {path.name: checksum(path) for path in sorted(part.iterdir())}
     (part / "trainer.json").write_text(json.dumps({**info, "files": files}, indent=1))
     for path in part.glob("*.safetensors"):  # written for their owner alone: a server may be somebody else
         path.chmod((part / "config.json").stat().st_mode)
@@ -258,7 +282,7 @@ def write_checkpoint(out, step, config, state, info):
     return final
 
 
-def read_checkpoint(path):
+def read_checkpoint(path: Path) -> tuple[dict, State]:
     """-> (info, state) of a complete checkpoint; ValueError saying what is damaged."""
     try:
         info = json.loads((path / "trainer.json").read_text())
@@ -271,37 +295,49 @@ def read_checkpoint(path):
         raise ValueError(f"{type(e).__name__}: {e}") from None
 
 
-def step_directories(out):
+def step_directories(out: Path) -> list[Path]:
     """Newest first; names as write_checkpoint gives them, so that a copy called step_5 is left alone."""
-    found = (p for p in out.glob("step_*") if p.is_dir() and re.fullmatch(r"step_[0-9]{8}", p.name))
+    found = []
+    for path in out.glob("step_*"):
+        if path.is_dir() and re.fullmatch(r"step_[0-9]{8}", path.name):
+            found.append(path)
     return sorted(found, reverse=True)
 
 
-def find_checkpoint(out, resume):
-    """RESUME -> (path, info, state) or None. A damaged newest one is named, and the one before it is used."""
-    found, latest = step_directories(out), (out / "latest").resolve()
+def find_checkpoint(out: Path, resume: str) -> tuple[Path, dict, State] | None:
+    """RESUME -> (path, info, state) or None. A damaged newest one is named, and the one before it is used.
+
+    UserError where OUT holds another run than RESUME says, or only damaged checkpoints.
+    """
+    found = step_directories(out)
     held = found or (out / "metrics.jsonl").exists()
     if resume not in ("auto", "no"):
         require(not held or Path(resume).resolve().parent == out.resolve(),
-             f"RESUME = {resume}, but OUT = {out} holds another run: choose another OUT, or RESUME=auto")
-        with user_error_on(f'RESUME = {resume}: neither "auto" nor "no" nor a complete checkpoint', ValueError):
+                f"RESUME = {resume}, but OUT = {out} holds another run: choose another OUT, or RESUME=auto")
+        trouble = f'RESUME = {resume}: neither "auto" nor "no" nor a complete checkpoint'
+        with user_error_on(trouble, ValueError):
             return Path(resume), *read_checkpoint(Path(resume))
     for link in (out / "latest", out / "best"):
-        require(link.is_symlink() or not link.exists(), f"OUT = {out}: {link} is no symlink (a copy?): move it")
-    # newer ones were left behind by a run that went back to it; a link that leads elsewhere says nothing
-    found = found[next((i for i, p in enumerate(found) if p.resolve() == latest), 0):]
+        require(link.is_symlink() or not link.exists(),
+                f"OUT = {out}: {link} is no symlink (a copy?): move it")
+    # newer ones than `latest` were left behind by a run that went back to it; a link that leads elsewhere
+    # says nothing
+    latest = (out / "latest").resolve()
+    resolved = [path.resolve() for path in found]
+    if latest in resolved:
+        found = found[resolved.index(latest):]
     require(resume == "auto" or not held,
-         f"RESUME = no, but OUT = {out} holds a run already: choose another OUT, or RESUME=auto")
+            f"RESUME = no, but OUT = {out} holds a run already: choose another OUT, or RESUME=auto")
     for path in found:
         try:
             return path, *read_checkpoint(path)
         except ValueError as e:
             print(f"checkpoint {path} is damaged ({e}): using the one before it")
-    require(not found, f"OUT = {out}: its {len(found)} checkpoints are all damaged; move them to start anew")
+    require(not found, f"OUT = {out}: its {len(found)} checkpoints are all damaged; move them to start again")
     return None
 
 
-def best_of(out):
+def best_of(out: Path) -> dict | None:
     """{step, tau} of OUT/best, or None."""
     try:
         return json.loads((out / "best" / "trainer.json").read_text())["best"]
@@ -313,34 +349,35 @@ class Saver:
     """Writes checkpoints in a thread of its own, one at a time; after a failure the next save tries again.
     The `keep` newest stay, and the best."""
 
-    def __init__(self, workers, log, out, config, keep):
+    def __init__(self, workers: Workers, log, out: Path, config: DrafterConfig, keep: int):
         self.workers = workers
-        self.log = log          # run_log.LogFiles
+        self.log = log      # run_log.LogFiles
         self.out = out
         self.config = config
         self.keep = keep
         self.thread = None
-        self.failed = None      # why the last save failed
+        self.failed = None  # why the last save failed
 
-    def start(self, step, copy_state, info, progress, best):
-        """copy_state(): the copy to host memory, made when the last one is on the disk."""
+    def start(self, step: int, copy_state: Callable[[], State], info: dict, progress, best: bool) -> None:
+        """copy_state(): the copy to host memory, made when the last one is on the disk. progress:
+        run_log.Progress, whose best checkpoint a failed save takes back."""
         self.wait()
         state = copy_state()
-        self.thread = start_thread("saver", self.workers.run_guarded, self.save, step, state, info, progress, best,
-                                   daemon=False)
+        self.thread = start_thread("saver", self.workers.run_guarded, self.save, step, state, info, progress,
+                                   best, daemon=False)
 
-    def save(self, step, state, info, progress, best):
+    def save(self, step: int, state: State, info: dict, progress, best: bool) -> None:
         with self.workers.slow():
             try:
                 self.write(step, state, info, best)
             except (OSError, safetensors.SafetensorError) as e:
                 self.failed = f"checkpoint of step {step} could not be written: {e}"
-                shutil.rmtree(self.out / f".part_step_{step:08d}", ignore_errors=True)
-                if best:  # the best that there is
+                shutil.rmtree(part_path(self.out, step), ignore_errors=True)
+                if best:  # back to the best that is on the disk
                     progress.best = best_of(self.out)
                 self.log.write(f"WARNING: {self.failed}; training goes on, the next save tries again")
 
-    def write(self, step, state, info, best):
+    def write(self, step: int, state: State, info: dict, best: bool) -> None:
         self.log.lines.require_written()  # a run that resumes here must find every line up to here
         final = write_checkpoint(self.out, step, self.config, state, info)
         point(self.out / "latest", final)
@@ -350,12 +387,12 @@ class Saver:
         self.rotate(step)
         self.log.write(f"saved {final}" + (" (best)" if best else ""))
 
-    def rotate(self, step):
+    def rotate(self, step: int) -> None:
         """The newest up to `step` and the best stay; newer ones are damaged or of a line that was left."""
         best = (self.out / "best").resolve().name
         found = step_directories(self.out)
-        left = [path for path in found if int(path.name[5:]) > step]
-        for old in left + found[len(left) + self.keep:]:
+        newer = [path for path in found if path.name > step_path(self.out, step).name]
+        for old in newer + found[len(newer) + self.keep:]:
             if old.name == best:
                 continue
             if old.is_symlink():
@@ -363,14 +400,14 @@ class Saver:
             else:
                 shutil.rmtree(old)
 
-    def wait(self):
+    def wait(self) -> None:
         if self.thread:
             self.thread.join()
 
 
-def point_best(out, step):
+def point_best(out: Path, step: int) -> None:
     """A step that is on the disk already is the best so far."""
-    path = out / f"step_{step:08d}"
+    path = step_path(out, step)
     if path.is_dir():  # RESUME may name another folder's
         with user_error_on(f"OUT = {out}: can't be written", OSError):
             point(out / "best", path)
@@ -378,17 +415,17 @@ def point_best(out, step):
 
 # ------------------------------------------------------------------------------- the run's folder
 
-def commit():
+def commit() -> str | None:
     """Of the trainer's own repository, or None."""
     try:
         done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parents[1],
                               capture_output=True, text=True)
-        return done.stdout.strip() or None
     except OSError:
         return None
+    return done.stdout.strip() or None
 
 
-def tensorboard(out):
+def tensorboard(out: Path):
     """A writer where tensorboard is installed, else None."""
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -399,62 +436,80 @@ def tensorboard(out):
 
 
 class Lines:
-    """Lines appended to files of a folder; what a full disk refuses goes there with later ones."""
+    """Lines appended to files of a folder. Those that a full disk rejects are kept in memory and retried with
+    the next ones."""
 
-    def __init__(self, out):
-        self.out, self.lock = out, threading.RLock()
-        self.waiting = {}  # file -> lines that a full disk refused
+    def __init__(self, out: Path):
+        self.out = out
+        self.lock = threading.RLock()
+        self.waiting = {}  # file -> lines that a full disk rejected
 
-    def append(self, name, *texts):
-        """-> the error that keeps them, and those before them, in memory; or None."""
+    def append(self, name: str, *texts: str) -> OSError | None:
+        """-> the error that keeps them, and those before them, in memory; None when all are written."""
         with self.lock:
             waiting = self.waiting.setdefault(name, [])
-            first = not waiting
-            waiting += texts
+            is_first = not waiting
+            waiting.extend(texts)
             try:
-                append_text(self.out / name, "".join(text + "\n" for text in waiting))
-                waiting.clear()
+                append_text(self.out / name, "".join(f"{text}\n" for text in waiting))
             except OSError as e:
-                if first:
+                if is_first:
                     print(f"WARNING: {self.out / name}: {e}; its lines wait in memory for room", flush=True)
                 return e
+            waiting.clear()
+            return None
 
-    def require_written(self):
-        for error in filter(None, [self.append(name) for name in list(self.waiting)]):
-            raise error
+    def require_written(self) -> None:
+        """OSError where lines still wait."""
+        for name in list(self.waiting):
+            error = self.append(name)
+            if error:
+                raise error
 
 
-def append_text(path, text):
+def append_text(path: Path, text: str) -> None:
     """All of it or nothing: a full disk leaves no half line."""
+    data = text.encode()
     with open(path, "ab", buffering=0) as f:
-        end, data = f.tell(), text.encode()
+        end = f.tell()
         if f.write(data) < len(data):
             f.truncate(end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def truncate_lines(out, step, evaluated=None):
-    """What will be trained or evaluated again leaves the metrics and the list of bad steps."""
+def truncate_lines(out: Path, step: int, evaluated: int | None = None) -> None:
+    """Drop the lines of metrics and bad steps that a run resumed at `step` will repeat. evaluated: the last
+    step whose evaluation the checkpoint holds."""
     def stays(line):
         try:
             values = json.loads(line)
-            return values["step"] < step + ("eval_loss" not in values or evaluated == step)
+            last_kept = step  # the line of a step is written after it, that of an evaluation before it
+            if "eval_loss" in values and evaluated != step:
+                last_kept = step - 1
+            return values["step"] <= last_kept
         except (ValueError, TypeError, KeyError):  # half a line
             return False
 
-    for path in filter(Path.exists, (out / "metrics.jsonl", out / "bad_steps.jsonl")):
-        lines = [x for x in path.read_text(errors="replace").splitlines() if stays(x)]
+    for path in (out / "metrics.jsonl", out / "bad_steps.jsonl"):
+        if not path.exists():
+            continue
+        kept = [line for line in path.read_text(errors="replace").splitlines() if stays(line)]
         with user_error_on(f"OUT = {out}: can't be written", OSError):
-            path.with_suffix(".new").write_text("".join(x + "\n" for x in lines))
-            os.replace(path.with_suffix(".new"), path)
+            new = path.with_suffix(".new")
+            new.write_text("".join(f"{line}\n" for line in kept))
+            os.replace(new, path)
 
 
 @contextmanager
-def only_run_in(out, clear=False):
-    """Two runs never share one OUT. clear: what an earlier one left there goes."""
+def only_run_in(out: Path, clear: bool = False) -> Iterator[Path]:
+    """Two runs never share one OUT: UserError naming the process that has it. clear: what an earlier run left
+    there goes.
+
+    Not filelock's FileLock: taking it empties the file, which here names the process that holds it.
+    """
     with user_error_on(f"OUT = {out}: not a directory that can be written", OSError):
         out.mkdir(parents=True, exist_ok=True)
-        lock = open(out / ".lock", "a+")
+        lock = open(out / ".lock", "a+")  # noqa: SIM115
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -466,9 +521,17 @@ def only_run_in(out, clear=False):
             lock.truncate(0)
             lock.write(str(os.getpid()))
             lock.flush()
-            left = [path for path in out.iterdir() if clear and path.name != ".lock"]
-            if left:
-                print(f"OUT = {out} is cleared, the demo starts anew (another OUT keeps a run, and resumes it)")
-            for path in left:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            if clear:
+                clear_folder(out)
         yield out
+
+
+def clear_folder(out: Path) -> None:
+    left = [path for path in out.iterdir() if path.name != ".lock"]
+    if left:
+        print(f"OUT = {out} is cleared, the demo starts anew (another OUT keeps a run, and resumes it)")
+    for path in left:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -1,53 +1,61 @@
 """What crosses from one device to another.
 
-    to_device / transfer         host to device without a wait; device to device
-    replica_of                   a frozen module on another device
-    check_pairs                  GPU-to-GPU copies, checked before any weight crosses
-    HandOff / receive            features to a drafter: streams wait, no host does
-    Stopwatch                    seconds of all this, on the device's own clock
-    memory_gib                   the largest peak
+    to_device / transfer   host to device without a wait; device to device
+    replica_of             a frozen module on another device
+    check_pairs            GPU-to-GPU copies, checked before any weight crosses
+    HandOff / receive      target_hidden to a drafter: streams wait, no host does
+    Stopwatch              seconds of all this, on the device's own clock
+    memory_gib             the largest peak
 """
 import resource
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 
 import torch
 
+Pair = tuple[torch.device, torch.device]  # source, destination
 
 
-def to_device(tensor, device):
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A small host tensor on `device`: pinned, so the host doesn't wait for what the device is doing."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
-def transfer(tensor, device, bad_pairs=frozenset()):
-    """`tensor` on `device`; through pinned host memory where direct copies of the pair are corrupted."""
+def transfer(tensor: torch.Tensor, device: torch.device,
+             bad_pairs: frozenset[Pair] = frozenset()) -> torch.Tensor:
+    """`tensor` on `device`; through pinned host memory where the pair's direct copies are wrong."""
     if tensor.device != device and (tensor.device, device) in bad_pairs:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        return host.copy_(tensor).to(device, non_blocking=True)
+        host.copy_(tensor)
+        return host.to(device, non_blocking=True)
     return tensor.to(device, non_blocking=True)
 
 
-def replica_of(module, device, bad_pairs=frozenset()):
+def replica_of(module: torch.nn.Module, device: torch.device,
+               bad_pairs: frozenset[Pair] = frozenset()) -> torch.nn.Module:
     """A copy of a frozen module on `device` with hooks of its own; on the same device it shares weights."""
     memo = {}
     for tensor in (*module.parameters(), *module.buffers()):
         moved = transfer(tensor.data, device, bad_pairs)
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        memo[id(tensor)] = torch.nn.Parameter(moved, requires_grad=False) if is_parameter else moved
+        if isinstance(tensor, torch.nn.Parameter):
+            moved = torch.nn.Parameter(moved, requires_grad=False)
+        memo[id(tensor)] = moved
     return deepcopy(module, memo)
 
 
-def memory_gib():
+def memory_gib() -> float:
     """Largest peak over the GPUs; the process's own peak where there is none."""
-    used = [torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())]
-    peak = max(used, default=0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
+    peaks = [torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())]
+    peak = max(peaks, default=0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
     return round(peak / 2**30, 2)
 
 
-def check_pairs(pairs, copy=transfer, n=1 << 20):
-    """Copies that come out wrong. pairs: ordered (source, destination) devices -> frozenset of the bad ones.
+def check_pairs(pairs: Iterable[Pair], copy: Callable = transfer, n: int = 1 << 20) -> frozenset[Pair]:
+    """The ordered pairs of devices whose copies come out wrong.
 
     On some workstation boards (IOMMU/ACS) GPU-to-GPU copies arrive as zeros or garbage without any error.
     """
@@ -64,17 +72,20 @@ def check_pairs(pairs, copy=transfer, n=1 << 20):
 
 
 class HandOff:
-    """Moves one target's features to drafters' devices on side streams: no host waits for a copy."""
+    """Moves one target's hidden states to drafters' devices on side streams: no host waits for a copy."""
 
-    def __init__(self, source, bad_pairs=frozenset()):
-        self.source, self.bad_pairs, self.streams = source, bad_pairs, {}
+    def __init__(self, source: torch.device, bad_pairs: frozenset[Pair] = frozenset()):
+        self.source = source
+        self.bad_pairs = bad_pairs
+        self.streams = {}  # device -> its stream for copies
 
-    def stream(self, device):
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self.streams:
             self.streams[device] = torch.cuda.Stream(device)
         return self.streams[device]
 
-    def send(self, target_hidden, host_tensors, device):
+    def send(self, target_hidden: torch.Tensor, host_tensors: Sequence[torch.Tensor],
+             device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor], torch.cuda.Event | None]:
         """-> target_hidden and the host tensors on `device`, and the event to wait for before reading any of
         them (None on a CPU)."""
         if device.type != "cuda":
@@ -97,40 +108,49 @@ class HandOff:
             return moved, rest, to_stream.record_event()
 
 
-def receive(tensors, ready, device):
+def receive(tensors: Iterable[torch.Tensor], ready: torch.cuda.Event | None, device: torch.device) -> None:
     """The compute stream of `device`, not the host, waits until what HandOff.send made may be read."""
-    if ready is not None:
-        stream = torch.cuda.current_stream(device)
-        stream.wait_event(ready)
-        for tensor in tensors:
-            tensor.record_stream(stream)
+    if ready is None:
+        return
+    stream = torch.cuda.current_stream(device)
+    stream.wait_event(ready)
+    for tensor in tensors:
+        tensor.record_stream(stream)
 
 
 class Stopwatch:
     """Seconds of one thread's `with` blocks, on the device's own clock where it has one: the time in which it
     did nothing else, whether the host waited or ran ahead. No host waits for it."""
 
-    def __init__(self, device):
-        self.device, self.spans = device, deque()
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.spans = deque()  # (began, ended): seconds, or events of the device
+        self.began = None     # of the block that is open
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         self.began = self.now()
 
-    def __exit__(self, error, *_):
+    def __exit__(self, error, *_) -> None:
         if error is None:
             self.spans.append((self.began, self.now()))
 
-    def now(self):
+    def now(self) -> float | torch.cuda.Event:
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def take(self):
+    def read_and_reset(self) -> float:
         """Seconds of the spans that ended since the last call; a span the device is still in comes later."""
-        seconds, cuda = 0.0, self.device.type == "cuda"
-        while self.spans and (not cuda or self.spans[0][1].query()):
-            began, ended = self.spans.popleft()
-            seconds += began.elapsed_time(ended) / 1e3 if cuda else ended - began
+        seconds = 0.0
+        while self.spans:
+            began, ended = self.spans[0]
+            if self.device.type != "cuda":
+                seconds += ended - began
+            elif ended.query():
+                seconds += began.elapsed_time(ended) / 1e3
+            else:
+                break
+            self.spans.popleft()
         return seconds

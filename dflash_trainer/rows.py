@@ -29,10 +29,6 @@ class Row(NamedTuple):
     sources: list                   # of the row's conversations, in order: str each
     index: int                      # number of the row in the stream
 
-    # names that the trainer still uses
-    pos = property(lambda row: row.positions)
-    doc = property(lambda row: row.conversation)
-
 
 PACK_WINDOW = 16384  # conversations among which a row is packed: more waste less, and take longer
 

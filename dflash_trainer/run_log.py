@@ -401,7 +401,7 @@ class WindowClock:
 
     def window_times(self, queues, reduce_watch) -> WindowTimes:
         wall = self.elapsed() - self.evaluation
-        drafter_waits = [watch.take() for watch in queues.drafter_watches]
-        target_waits = [watch.take() for watch in queues.target_watches]
+        drafter_waits = [watch.read_and_reset() for watch in queues.drafter_watches]
+        target_waits = [watch.read_and_reset() for watch in queues.target_watches]
         return WindowTimes(wall, self.evaluation, float(np.mean(drafter_waits)), drafter_waits[0],
-                           float(np.mean(target_waits)), reduce_watch.take())
+                           float(np.mean(target_waits)), reduce_watch.read_and_reset())
