@@ -4,6 +4,7 @@
     tiny_config()                         sizes of a drafter that needs no target
     data_file()                           JSONL of token ids that go up by one
     train() / run_main()                      main(argv) in this process; constants are set back, no thread left
+    WatchdogClock                         for what must not depend on how fast the machine is
     start() / Child                       main(argv) in a child of a server that has imported the trainer once
     fail_at(), put_nan(), delay_calls()         faults put into the trainer from outside
     losses(), weights(), assert_same()    what a run left behind
@@ -50,6 +51,7 @@ FIELDS = ("step loss accept_len lr grad_norm tokens_per_s step_ms wait_ms target
           "mem_gib skipped bad_rows").split()  # design, section 4
 TIMED = {"tokens_per_s", "step_ms", "wait_ms", "target_wait_ms", "reduce_ms", "queue", "mem_gib"}
 DEFAULTS = settings.values(trainer)
+HANG_S = 600  # what takes longer hangs: how fast the machine is decides no test
 TINY = dict(TARGET_DEVICES="cpu", DRAFTER_DEVICES="cpu", SEQ_LEN=64, NUM_ANCHORS=8, BLOCK_SIZE=4,
             DRAFT_LAYERS=2, TARGET_LAYER_IDS="0,2", ROWS_PER_STEP=2, STEPS=6, LR=0.003, EVAL_EVERY=0,
             SAVE_EVERY=1000, LOG_EVERY=1, STALL_S=120)
@@ -199,7 +201,7 @@ def run_main(*argv):
         vars(trainer).update(DEFAULTS)
         new = [t for t in threading.enumerate() if t not in before and t.name != "tqdm_monitor"]
         for thread in new:
-            thread.join(5)  # a library's pool may still be on its way out
+            thread.join(60)  # a library's pool may still be on its way out
         left = [t.name for t in new if t.is_alive()]
         assert not left, f"threads left behind: {left}"
 
@@ -218,7 +220,7 @@ def command(out, env=None, **settings):
     """`python train_dflash.py train NAME=VALUE ...` as a user starts it -> CompletedProcess."""
     argv = [sys.executable, str(ROOT / "train_dflash.py"), "train", *arguments(out, **settings)]
     env = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", **(env or {})}
-    return subprocess.run(argv, text=True, capture_output=True, env=env, timeout=600)
+    return subprocess.run(argv, text=True, capture_output=True, env=env, timeout=HANG_S)
 
 
 # ------------------------------------------------------------------------------------------ runs in children
@@ -253,7 +255,7 @@ class Child:
         self.process.start()
         self.pid = self.process.pid
 
-    def code(self, timeout=60):
+    def code(self, timeout=HANG_S):
         """Exit code, negative for a signal that killed it. A hang is a failure."""
         self.process.join(timeout)
         if self.process.exitcode is None:
@@ -270,11 +272,29 @@ def start(out, setup=None, setup_args=(), **settings):
     return Child(["train", *arguments(out, **settings)], setup, setup_args)
 
 
-def until(condition, timeout=60):
+def until(condition, timeout=HANG_S):
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.002)
+
+
+class WatchdogClock:
+    """The watchdog's clock, which a test moves: it stands still at `now`."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.looks = 0  # of the watchdog's thread
+
+    def monotonic(self):
+        self.looks += threading.current_thread().name == "watchdog"
+        return self.now
+
+    def pass_by(self, seconds):
+        """So much later; back when the watchdog has seen it."""
+        self.now += seconds
+        seen = self.looks
+        until(lambda: self.looks >= seen + 2)
 
 
 # -------------------------------------------------------------------------------------------------- faults

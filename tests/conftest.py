@@ -1,9 +1,13 @@
-"""The tests run from any folder; one thread each, for tiny tensors are slower on more."""
+"""The tests run from any folder; one thread each, for tiny tensors are slower on more. Examples are the same
+in every run, and how long one takes decides nothing."""
 
 import sys
 from pathlib import Path
 
 import torch
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 torch.set_num_threads(1)
+settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")

@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import common
+from dflash_trainer import machines, workers
 from common import (Child, arguments, assert_same, data_file, distance, eval_lines, log_lines, losses, scratch,
                     train_ok, threads, until, untimed)
 
@@ -28,25 +30,33 @@ def free_port():
         return s.getsockname()[1]
 
 
-def _machine(rank, size, port):
+def _machine(rank, size, port, setup=None, setup_args=()):
+    if setup:
+        setup(*setup_args)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
-def together(*settings):
-    """main() on len(settings) machines -> their children."""
+def _later_when(marker):
+    """The watchdog's clock jumps when the file is there."""
+    real = time.monotonic
+    workers.time = SimpleNamespace(monotonic=lambda: real() + 1000 * marker.exists())
+
+
+def together(*settings, setup=None, setup_args=()):
+    """main() on len(settings) machines -> their children. setup(*setup_args) runs in each one before."""
     port = free_port()
-    return [Child(["train", *arguments(**each)], _machine, (rank, len(settings), port))
+    return [Child(["train", *arguments(**each)], _machine, (rank, len(settings), port, setup, setup_args))
             for rank, each in enumerate(settings)]
 
 
-def pair(out, elsewhere, **settings):
+def pair(out, elsewhere, setup=None, setup_args=(), **settings):
     """Two machines; the second one's OUT is a folder that must stay away."""
-    return together(dict(settings, out=out), dict(settings, out=elsewhere))
+    return together(dict(settings, out=out), dict(settings, out=elsewhere), setup=setup, setup_args=setup_args)
 
 
 def end_well(children):
     for child in children:
-        assert child.code(60) == 0, child.text()[-3000:]
+        assert child.code() == 0, child.text()[-3000:]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +111,7 @@ def test_two_then_one_then_two_machines_resume_one_run(tmp_path, one_machine):
 
 def test_other_rows_a_step_are_refused_by_all(tmp_path, one_machine):
     children = pair(one_machine, tmp_path / "x", **WHOLE)
-    assert [c.code(60) for c in children] == [2, 2]
+    assert [c.code() for c in children] == [2, 2]
     assert "ROWS_PER_STEP = 8, but" in children[0].text() and "has 4" in children[0].text()
     assert "machine (rank 0) left the run" in children[1].text()
 
@@ -109,14 +119,14 @@ def test_other_rows_a_step_are_refused_by_all(tmp_path, one_machine):
 def test_unlike_settings_are_refused_by_all(tmp_path):
     a, b = dict(HALF, out=tmp_path / "a"), dict(HALF, out=tmp_path / "b", DATA=data_file("other", 30, seed=9))
     children = together(a, b)
-    assert [c.code(60) for c in children] == [2, 2]
+    assert [c.code() for c in children] == [2, 2]
     for child, other in zip(children, (1, 0)):
         assert re.search(rf"error: DATA = '\w+', but machine \(rank {other}\) has '\w+'", child.text())
 
 
 def started(out):
     """Some steps are done."""
-    until(lambda: len(log_lines(out)) > 3, 90)
+    until(lambda: len(log_lines(out)) > 3)
 
 
 @pytest.mark.parametrize("dead", [0, 1])
@@ -124,19 +134,21 @@ def test_a_killed_machine_ends_the_other_which_names_it(tmp_path, dead):
     children = pair(tmp_path / "o", tmp_path / "x", **LONG)
     started(tmp_path / "o")
     os.kill(children[dead].pid, signal.SIGKILL)
-    began = time.monotonic()
-    assert children[1 - dead].code(30) == 1 and time.monotonic() - began < 20
+    assert children[1 - dead].code() == 1  # by its own words, not its watchdog's
     assert f"ERROR in thread drafter-0: machine (rank {dead}) left the run" in children[1 - dead].text()
     assert children[dead].code() == -signal.SIGKILL
 
 
 def test_a_machine_that_falls_silent_is_named_after_stall_s(tmp_path):
     """Stopped, not dead: its connections stay open, as after a power cut."""
-    children = pair(tmp_path / "o", tmp_path / "x", **LONG, STALL_S=6)
+    late = tmp_path / "late"
+    children = pair(tmp_path / "o", tmp_path / "x", setup=_later_when, setup_args=(late,), **LONG)
     started(tmp_path / "o")
     os.kill(children[1].pid, signal.SIGSTOP)
-    assert children[0].code(30) == 1
-    assert re.search("STALLED: nothing moved for 6 s.*machines not heard of \\[1\\]", children[0].text())
+    time.sleep(3 * machines.MISSING_AFTER_S)
+    late.touch()
+    assert children[0].code() == 1
+    assert re.search("STALLED: nothing moved for 120 s.*machines not heard of \\[1\\]", children[0].text())
     children[1].process.kill()
     assert children[1].code() == -signal.SIGKILL
 
@@ -147,7 +159,7 @@ def test_sigterm_to_one_stops_both_at_the_same_step(tmp_path):
     children = pair(out, tmp_path / "x", **LONG)
     started(out)
     os.kill(children[0].pid, signal.SIGTERM)
-    assert [c.code(30) for c in children] == [128 + signal.SIGTERM] * 2
+    assert [c.code() for c in children] == [128 + signal.SIGTERM] * 2
     last = [max(map(int, re.findall(r"^step (\d+) ", c.text(), re.M))) for c in children]
     assert last[0] == last[1] == int((out / "latest").resolve().name[5:]) < 4000
     assert not (tmp_path / "x").exists()
@@ -170,7 +182,7 @@ def test_bad_rows_of_any_machine_are_skipped_and_counted_by_all(tmp_path):
     port, settings = free_port(), dict(LONG, K_BAD=3)
     children = [Child(["train", *arguments(tmp_path / str(r), **settings)], _poisoned,
                       (r, 2, port, {6, *range(12, 400)})) for r in (0, 1)]
-    assert [c.code(40) for c in children] == [1, 1]
+    assert [c.code() for c in children] == [1, 1]
     bad = [json.loads(x) for x in (tmp_path / "0" / "bad_steps.jsonl").read_text().splitlines()]
     assert [(b["step"], b["rows"]) for b in bad][:2] == [(2, [6]), (4, [12, 13, 14, 15])]
     assert all("K_BAD = 3" in c.text() for c in children) and not (tmp_path / "1").exists()
@@ -197,7 +209,7 @@ def test_alone_nothing_of_torch_distributed_starts(tmp_path, monkeypatch):
 def boxes(arguments, **env):
     """`bash run.sh node` on two machines, as a user types it -> the two processes."""
     env = {**os.environ, "PYTHON": sys.executable, "NNODES": "2", "MASTER_ADDR": "127.0.0.1",
-           "MASTER_PORT": str(free_port()), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10", **env}
+           "MASTER_PORT": str(free_port()), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(common.HANG_S), **env}
     return [subprocess.Popen(["bash", str(common.ROOT / "run.sh"), "node", *arguments], text=True,
                              env={**env, "NODE_RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             for rank in (0, 1)]
@@ -210,11 +222,11 @@ def test_run_sh_node_under_torchrun_stops_by_sigterm(tmp_path):
     try:
         started(out)
         both[1].terminate()
-        texts = [b.communicate(timeout=20)[0] for b in both]
+        texts = [b.communicate(timeout=common.HANG_S)[0] for b in both]
     finally:
         for b in both:  # not kill: torchrun's worker would live on
             b.terminate()
-            b.wait(30)
+            b.wait(common.HANG_S)
     assert all("ended by signal 15" in text for text in texts), texts
     assert (out / "latest").resolve().name == f"step_{log_lines(out)[-1]['step']:08d}"
     assert len((out / "train.log").read_text().split("constants: ")) == 2
@@ -222,7 +234,7 @@ def test_run_sh_node_under_torchrun_stops_by_sigterm(tmp_path):
 
 def test_run_sh_node_says_what_is_missing(tmp_path):
     box = boxes([], MASTER_ADDR="")[0]
-    assert "MASTER_ADDR is not set" in box.communicate(timeout=20)[0] and box.returncode == 1
+    assert "MASTER_ADDR is not set" in box.communicate(timeout=common.HANG_S)[0] and box.returncode == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -235,7 +247,7 @@ def test_run_sh_demo_hands_a_signal_on(tmp_path, number):
     try:
         started(out)
         shell.send_signal(number)
-        text = shell.communicate(timeout=30)[0]
+        text = shell.communicate(timeout=common.HANG_S)[0]
     finally:
         shell.kill()
     assert shell.returncode == 128 + number and f"ended by signal {int(number)}" in text, text
