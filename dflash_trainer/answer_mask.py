@@ -39,7 +39,7 @@ THOUGHT_END = re.compile(r"\s*[<\[◁]/[\w:]*(?:think|thought|reason)\w*[>\]▷]
 ONLY_TAGS = re.compile(r"(?:\s|<[^<>]*>|\[[^\[\]]*\]|◁[^◁▷]*▷)*")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TEMPLATE_DATE = "2026-01-01"  # what strftime_now writes, on every day: CHAT_TEMPLATE_KWARGS may name another
-MOST_LAYOUTS = 20_000         # shapes that are remembered
+MOST_LAYOUTS = 2_000          # shapes that are remembered
 
 TEXT, THOUGHT, CALL, ARGUMENTS, ASKED = "text", "thought", "tool call", "arguments of a tool call", "context"
 

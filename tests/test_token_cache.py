@@ -127,6 +127,20 @@ def test_many_rows_at_a_time_give_the_same_as_one(tmp_path, monkeypatch):
     assert one.stats["sources"] == {"s0": 200, "s1": 200, "s2": 200}
 
 
+def test_many_texts_at_a_time_have_the_tokens_of_one(tmp_path):
+    """Against the tokenizer called once a text, and a mask made by finding the answers in it."""
+    rows = [{"prompt": f"Say {i}. 世界 🙂" * (1 + i % 7), "response": f"{i}  it\n\nis. é" * (1 + i % 5)} for i in range(99)]
+    tok = tokenizer()
+    for row, got in zip(rows, build(write(tmp_path / "x.jsonl", rows)), strict=True):
+        text = tok.apply_chat_template(
+            [user(row["prompt"]), answer(row["response"])], tokenize=False)
+        one = tok(text, add_special_tokens=False, return_offsets_mapping=True)
+        start = text.rindex(row["response"])
+        end = text.index("<|im_end|>", start) + len("<|im_end|>")
+        mask = [start <= a and b <= end for a, b in one["offset_mapping"]]
+        assert got.ids.tolist() == one["input_ids"][:512] and (got.turn > 0).tolist() == mask[:512]
+
+
 def test_one_long_ten_short_share_anchors(monkeypatch):
     monkeypatch.setattr(td, "SEQ_LEN", 8192)
     got = build("one_long_ten_short.jsonl")
