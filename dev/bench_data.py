@@ -18,6 +18,7 @@ from dflash_trainer import features, settings
 from dflash_trainer import rows as rows_module
 from dflash_trainer.errors import require
 from dflash_trainer.target_config import load_tokenizer
+from dflash_trainer.token_cache import Settings, build_conversations
 
 TARGET: str = ""       # directory with a tokenizer
 N: int = 1_000_000     # conversations
@@ -60,7 +61,8 @@ def measure():
               f"load {os.getloadavg()[0]:.1f}", flush=True)
 
         def read():
-            return td.read_conversations("DATA", str(path), tokenizer, len(tokenizer))
+            reader = Settings(tokenizer, td.SEQ_LEN, {}, len(tokenizer))
+            return build_conversations(str(path), reader, td.MAX_BAD_SHARE)
         timed("first start (tokenises)", read)
         data = timed("second start", read)
         longest = int(data.lengths.max())

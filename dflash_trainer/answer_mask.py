@@ -109,6 +109,26 @@ class ChatTemplate:
             reason = (str(e).strip() or type(e).__name__).splitlines()[0]
             raise TemplateRefused(f"chat template: {reason[:200]}") from None
 
+    def rendered(self, chat: Chat) -> tuple[Chat, str]:
+        """-> (the chat with arguments as the template takes them, its text). Objects first, then JSON text: some
+        templates concatenate it, some print an object as Python does."""
+        calls = [call for message in chat.messages for call in message.get("tool_calls", ())]
+        if not calls:
+            return chat, self.render(chat.messages, chat.tools)
+        as_text = chat._replace(messages=with_argument_texts(chat.messages, chat.argument_texts))
+        try:
+            text = self.render(chat.messages, chat.tools)
+        except BadLine as refused:
+            try:
+                return as_text, self.render(as_text.messages, chat.tools)
+            except BadLine:
+                raise refused from None
+        objects = [call["function"]["arguments"] for call in calls]
+        if any(arguments and str(arguments) in text for arguments in objects):
+            return as_text, self.render(as_text.messages, chat.tools)
+        return chat, text
+
+
 
 def with_thoughts(message: dict) -> dict:
     """The message with its thought under each name that templates read it by."""
@@ -594,7 +614,7 @@ class AnswerFinder:
     def find(self, chat: Chat) -> tuple[str, list[Stretch]]:
         """A chat -> (its text, what the assistant says in it). BadLine where a piece of an answer isn't in the
         text, or where it can't be said what the target itself emits: such a mask is never used."""
-        chat, text = self.rendered(chat)
+        chat, text = self.template.rendered(chat)
         if OPEN in text or CLOSE in text:
             raise BadLine("mask: the text holds U+FDD0 or U+FDD1, which mark answers here")
         try:
@@ -611,25 +631,6 @@ class AnswerFinder:
             except BadLine as e:
                 reasons.append(e)
         raise reasons[0]
-
-    def rendered(self, chat: Chat) -> tuple[Chat, str]:
-        """-> (the chat with arguments as the template takes them, its text). Objects first, then JSON text: some
-        templates concatenate it, some print an object as Python does."""
-        calls = [call for message in chat.messages for call in message.get("tool_calls", ())]
-        if not calls:
-            return chat, self.template.render(chat.messages, chat.tools)
-        as_text = chat._replace(messages=with_argument_texts(chat.messages, chat.argument_texts))
-        try:
-            text = self.template.render(chat.messages, chat.tools)
-        except BadLine as refused:
-            try:
-                return as_text, self.template.render(as_text.messages, chat.tools)
-            except BadLine:
-                raise refused from None
-        objects = [call["function"]["arguments"] for call in calls]
-        if any(arguments and str(arguments) in text for arguments in objects):
-            return as_text, self.template.render(as_text.messages, chat.tools)
-        return chat, text
 
     def placed(self, chat: Chat, text: str, way: Way) -> tuple[str, list[Stretch]]:
         skeleton = Skeleton(chat.messages, tags_of(self.template.source(bool(chat.tools))), way)

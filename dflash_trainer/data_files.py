@@ -66,8 +66,11 @@ def find_files(spec: object, what: str) -> tuple[list[Path], list[Path]]:
             found = [file for file in found if file.is_file()]
         if not found:
             wrong = "no .jsonl, .json or .parquet in directory" if path.is_dir() else "no such file"
-            raise UserError(f"{what} = {spec}: {wrong}: {word}. To make one: bash run.sh tools/regenerate.py "
-                            f"PROMPTS=prompts.jsonl TARGET=<model> OUT={word}")
+            hint = ""
+            if what != "PROMPTS":
+                hint = (f". To make one: bash run.sh tools/regenerate.py PROMPTS=prompts.jsonl TARGET=<model> "
+                        f"OUT={word}")
+            raise UserError(f"{what} = {spec}: {wrong}: {word}{hint}")
         for file in found:
             if file.name.endswith(PARQUET) and not has_pyarrow():
                 raise UserError(f"{what} = {file}: parquet needs pyarrow: pip install pyarrow")

@@ -21,7 +21,9 @@ import torch
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerBase
 
-from dflash_trainer.errors import require
+from dflash_trainer.answer_mask import ChatTemplate
+from dflash_trainer.chat_lines import BadLine
+from dflash_trainer.errors import require, user_error_on
 from dflash_trainer.features import Taps
 from flex_utils import dense_mask
 from model_drafter import CandidateSelector, Drafter, Head, MarkovHead, cap, layer_masks
@@ -267,9 +269,10 @@ def prompt_ids(target: str, tokenizer: PreTrainedTokenizerBase | None, text: str
     """(1, T) token ids of a user's turn, up to where the answer begins. UserError without a chat template."""
     require(getattr(tokenizer, "chat_template", None),
             f"TARGET = {target} has no tokenizer with a chat template")
-    encoded = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt",
-        return_dict=True, **template_kwargs)
+    template = ChatTemplate(tokenizer, template_kwargs)
+    with user_error_on(f"TARGET = {target}", BadLine):
+        prompt = template.render([{"role": "user", "content": text}], None, prompt=True)
+    encoded = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
     return encoded["input_ids"].to(device)
 
 

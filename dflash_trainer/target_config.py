@@ -20,6 +20,7 @@ from model_drafter import DrafterConfig
 
 KNOWN_MASK_IDS = dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), 248070)
 DEFAULT_POSITIONS = 32768
+MAY_LACK = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 
 # --------------------------------------------------------------------------------- config and tokenizer
 
@@ -71,7 +72,8 @@ def end_tokens(target: str, tokenizer: PreTrainedTokenizerBase | None) -> tuple[
     for name in ("config.json", "generation_config.json"):
         values = {}
         with suppress(OSError, ValueError):  # most targets lack one of them
-            path = cached_file(model_path(target), name, _raise_exceptions_for_missing_entries=False)
+            path = (cached_file(model_path(target), name, local_files_only=True, **MAY_LACK)
+                    or cached_file(model_path(target), name, **MAY_LACK))
             values = json.loads(Path(path).read_text()) if path else {}
         for part in (values, values.get("text_config") or {}):
             eos = part.get("eos_token_id")

@@ -9,14 +9,18 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from dflash_trainer import generating, settings
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "tools" / "regenerate.py"
-QUICK = ("BACKOFF_S=0.02", "TIMEOUT_S=0.5", "CONCURRENCY=8", "MODEL=stand-in")
+FORMS = ROOT / "tests" / "data" / "cases2" / "regenerate_forms.jsonl"
+QUICK = ("BACKOFF_S=0.02", "TIMEOUT_S=120", "CONCURRENCY=8", "MODEL=stand-in")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -29,14 +33,20 @@ class Handler(BaseHTTPRequestHandler):
             self.server.asked[text] += 1
             self.server.bodies.append((self.path, body))
             attempt = self.server.asked[text]
-        time.sleep(self.server.delay)
+            n = len(self.server.bodies)
+        if n > self.server.answered:
+            self.server.release.wait(120)
         trouble = text.split()[0] if attempt <= self.server.bad_attempts else ""
         if trouble == "reset":  # RST instead of a reply
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.close_connection = True
             return
-        if trouble == "slow":
-            time.sleep(0.8)
+        if trouble == "slow":  # until the other side gives up
+            self.connection.settimeout(120)
+            with suppress(OSError):
+                self.connection.recv(1)
+            self.close_connection = True
+            return
         status = {"busy": 500, "limit": 429}.get(trouble, 400 if text.startswith("refused") else 200)
         finish = "abort" if trouble == "abort" else "length" if text.startswith("cut") else "stop"
         message = {"role": "assistant", "content": "echo " + text}
@@ -60,10 +70,13 @@ def server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     server.lock, server.asked, server.bodies = threading.Lock(), Counter(), []
-    server.delay, server.bad_attempts = 0.0, 1
+    server.bad_attempts = 1
+    server.answered = 10**9  # requests; later ones wait until the test says go
+    server.release = threading.Event()
     server.url = f"URL=http://127.0.0.1:{server.server_port}/v1"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
+    server.release.set()
     server.shutdown()
     server.server_close()
 
@@ -141,13 +154,12 @@ def test_troubles_are_retried_and_cut_answers_marked(server, tmp_path):
     kinds = ("busy", "limit", "reset", "slow", "garbage", "short", "abort", "cut", "fine")
     texts, out = [f"{kind} {i}" for i in range(4) for kind in kinds], tmp_path / "out.jsonl"
     words = prompts(tmp_path / "in.jsonl", texts), f"OUT={out}", server.url
-    code, text, err = call(*words, *QUICK, "RETRIES=3")
+    code, text, err = call(*words, *QUICK, "RETRIES=3", "TIMEOUT_S=6")
     assert code == 0, err
     assert answers(out) == {text: "echo " + text for text in texts}
     cut = [row["messages"][0]["content"] for row in rows_of(out) if row["finish_reason"] == "length"]
     assert sorted(cut) == [f"cut {i}" for i in range(4)] and "4 cut" in text
-    assert server.asked["busy 0"] == server.asked["reset 1"] == server.asked["slow 2"] == 3
-    assert server.asked["fine 0"] == 1
+    assert all(server.asked[text] >= 3 for text in texts if text.split()[0] not in ("cut", "fine"))
 
 
 def test_rows_that_fail_are_listed_and_asked_again_next_time(server, tmp_path):
@@ -175,7 +187,7 @@ def test_a_server_that_is_gone_ends_the_run_early(tmp_path):
 
 
 def wait_for_rows(path, count, process):
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while time.monotonic() < until and process.poll() is None:
         if path.exists() and path.read_bytes().count(b"\n") >= count:
             return
@@ -184,18 +196,23 @@ def wait_for_rows(path, count, process):
 
 
 def test_kill_and_resume_loses_and_doubles_no_row(server, tmp_path):
-    server.delay = 0.03
+    """Whatever the machine's speed: the server answers so many requests, then none until the kill."""
     texts, out = [f"fine {i}" for i in range(300)], tmp_path / "out.jsonl"
     words = prompts(tmp_path / "in.jsonl", texts), f"OUT={out}", server.url, *QUICK
-    for count in (40, 110, 180):
+    for count in (40, 70, 70):
+        with server.lock:
+            server.answered = len(server.bodies) + count
         process = start(*words)
-        wait_for_rows(out, count, process)
+        before = len(answers_of_whole_lines(out)) if out.exists() else 0
+        wait_for_rows(out, before + count, process)
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
         with open(out, "ab") as file:  # what a kill inside a write leaves
             file.write(b'{"messages": [{"role": "user", "content": "fine 29')
+    server.answered = 10**9
+    server.release.set()
     kept = set(answers_of_whole_lines(out))
-    assert 180 <= len(kept) < 300
+    assert len(kept) == 180
     code, text, err = call(*words)
     assert code == 0, err
     assert answers(out) == {text: "echo " + text for text in texts}
@@ -211,7 +228,7 @@ def answers_of_whole_lines(path):
 
 
 def test_two_processes_do_not_write_one_file(server, tmp_path):
-    server.delay = 0.4
+    server.answered = 1
     words = (prompts(tmp_path / "in.jsonl", [f"fine {i}" for i in range(40)]), f"OUT={tmp_path / 'out'}",
              server.url)
     first = start(*words, *QUICK)
@@ -225,20 +242,21 @@ def test_two_processes_do_not_write_one_file(server, tmp_path):
 
 
 @pytest.mark.parametrize("words, told", [
-    (["NO_SUCH=1"], ["NO_SUCH", "known", "CONCURRENCY"]),
-    (["concurrency=4"], ["concurrency"]),
+    (["NO_SUCH=1"], ["unknown setting 'NO_SUCH'"]),
+    (["concurrency=4"], ["concurrency", "CONCURRENCY"]),
     (["CONCURRENCY=many"], ["CONCURRENCY=many", "int"]),
-    (["CONCURRENCY=0"], ["CONCURRENCY=0", "at least 1"]),
+    (["CONCURRENCY=0"], ["CONCURRENCY = 0", "above 0"]),
     (["TEMPERATURE=hot"], ["TEMPERATURE=hot", "float"]),
-    (["ROUNDTRIP=1"], ["ROUNDTRIP=1", "bool"]),
+    (["ROUNDTRIP=1"], ["ROUNDTRIP=1", "True or False"]),
     (["CHAT_TEMPLATE_KWARGS=[]"], ["CHAT_TEMPLATE_KWARGS", "dict"]),
     (["TOP_P=0"], ["TOP_P"]),
     (["URL="], ["URL", "TARGET"]),
     (["TARGET=there"], ["URL", "TARGET"]),
     (["MODEL="], ["MODEL"]),
-    (["URL=localhost:8000"], ["URL=localhost:8000"]),
-    (["PROMPTS=/nowhere.jsonl"], ["/nowhere.jsonl", "No such file"]),
-    (["PROMPTS=none:5"], ["none:5", "TARGET"]),
+    (["URL=localhost:8000"], ["URL = 'localhost:8000'"]),
+    (["PROMPTS=/nowhere.jsonl"], ["PROMPTS = /nowhere.jsonl", "no such file"]),
+    (["PROMPTS="], ["PROMPTS"]),
+    (["PROMPTS=none:5"], ["none:5", "draw_prompts.py"]),
     (["OUT=/nowhere/out.jsonl"], ["/nowhere/out.jsonl"]),
 ])
 def test_bad_settings_are_one_line(tmp_path, words, told):
@@ -251,7 +269,7 @@ def test_other_settings_or_a_damaged_file_are_refused(server, tmp_path):
     out = tmp_path / "out"
     words = prompts(tmp_path / "in.jsonl", ["fine"]), f"OUT={out}", server.url, *QUICK
     assert call(*words)[0] == 0
-    one_line(call(*words, "TEMPERATURE=0.7"), "TEMPERATURE=0.0", "0.7", "another OUT")
+    one_line(call(*words, "TEMPERATURE=0.7"), "TEMPERATURE = 0.0", "0.7", "another OUT")
     out.write_bytes(b"garbage\n" + out.read_bytes())
     one_line(call(*words), "line 1 is not JSON")
 
@@ -268,7 +286,8 @@ def test_a_file_of_the_users_own_is_not_touched(server, tmp_path):
 
 # ---- a local target ------------------------------------------------------------------------------
 
-TEMPLATE = ("{% for m in messages %}{{ '<s>' + m['role'] + '\n' + m['content'] + '</s>' + '\n' }}{% endfor %}"
+TEMPLATE = ("{% if 'REFUSE' in messages[0]['content'] %}{{ raise_exception('no such thing') }}{% endif %}"
+            "{% for m in messages %}{{ '<s>' + m['role'] + '\n' + m['content'] + '</s>' + '\n' }}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}")
 
 
@@ -304,20 +323,25 @@ def regenerate(tiny):
     return module
 
 
-def run(module, monkeypatch, capsys, tiny, *words):
-    for name, value in module.SETTINGS.items():
-        monkeypatch.setattr(module, name, value)
-    usual = f"TARGET={tiny}", "DEVICE=cpu", "MAX_NEW_TOKENS=12"
-    monkeypatch.setattr(sys, "argv", ["regenerate.py", *usual, *words])
-    module.main()
-    return capsys.readouterr().out
+@pytest.fixture(scope="module")
+def draw_prompts(regenerate):
+    import draw_prompts as module
+    return module
 
 
-def test_local_batches_equal_one_by_one(regenerate, monkeypatch, capsys, tiny, tmp_path):
+def run(module, capsys, tiny, *words, code=0):
+    """A program in this process -> what it prints."""
+    with settings.changed(module):
+        assert module.main([f"TARGET={tiny}", "DEVICE=cpu", "MAX_NEW_TOKENS=12", *words]) == code
+    captured = capsys.readouterr()
+    return captured.err if code else captured.out
+
+
+def test_local_batches_equal_one_by_one(regenerate, capsys, tiny, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     texts = ["a" * (1 + 3 * i % 17) + str(i) for i in range(21)]
     words = prompts(tmp_path / "in.jsonl", texts), "ROUNDTRIP=False", "BATCH=8", f"OUT={tmp_path / 'out'}"
-    run(regenerate, monkeypatch, capsys, tiny, *words)
+    run(regenerate, capsys, tiny, *words)
     tokenizer, model = AutoTokenizer.from_pretrained(tiny), AutoModelForCausalLM.from_pretrained(tiny)
     rows = {row["messages"][0]["content"]: row for row in rows_of(tmp_path / "out")}
     assert set(rows) == set(texts)
@@ -334,17 +358,17 @@ def test_roundtrip_keeps_only_rows_that_tokenise_back(regenerate, monkeypatch, c
     from transformers import AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     out, seen = tmp_path / "out", {}
-    generate = regenerate.generate
+    generate = generating.generate
 
     def spy(model, batch, *how):
         results = generate(model, batch, *how)
         seen.update((tuple(prompt), ids) for prompt, (ids, _) in zip(batch, results))
         return results
 
-    monkeypatch.setattr(regenerate, "generate", spy)
+    monkeypatch.setattr(generating, "generate", spy)
     words = (prompts(tmp_path / "in.jsonl", [f"question {i}" for i in range(60)]), f"OUT={out}",
              "TEMPERATURE=5", "MAX_NEW_TOKENS=24", "BATCH=32")  # nearly uniform: some rows end, some don't
-    text = run(regenerate, monkeypatch, capsys, tiny, *words)
+    text = run(regenerate, capsys, tiny, *words)
     rows = rows_of(out)
     assert 10 < len(rows) < 60
     assert f"{len(rows)} rows" in text and f"{60 - len(rows)} not round-trip" in text
@@ -357,48 +381,77 @@ def test_roundtrip_keeps_only_rows_that_tokenise_back(regenerate, monkeypatch, c
         assert whole[len(prompt):len(prompt) + len(ids)] == ids
         assert (ids[-1] == 1) == (row["finish_reason"] == "stop")
     asked = len(seen)
-    text = run(regenerate, monkeypatch, capsys, tiny, *words)  # nor are the rows left out generated again
+    text = run(regenerate, capsys, tiny, *words)  # nor are the rows left out generated again
     assert len(seen) == asked and rows_of(out) == rows and f"{len(rows)} there already" in text
 
 
-def test_local_resume_completes_the_file(regenerate, monkeypatch, capsys, tiny, tmp_path):
+def test_local_resume_completes_the_file(regenerate, capsys, tiny, tmp_path):
     texts = [f"question {i}" for i in range(20)]
     words = prompts(tmp_path / "in.jsonl", texts), "ROUNDTRIP=False", "BATCH=4"
-    run(regenerate, monkeypatch, capsys, tiny, *words, f"OUT={tmp_path / 'whole'}")
+    run(regenerate, capsys, tiny, *words, f"OUT={tmp_path / 'whole'}")
     lines = (tmp_path / "whole").read_bytes().splitlines(keepends=True)
     (tmp_path / "part").write_bytes(b"".join(lines[:7]) + lines[7][:30])
     (tmp_path / "part.state").write_bytes((tmp_path / "whole.state").read_bytes())
-    text = run(regenerate, monkeypatch, capsys, tiny, *words, f"OUT={tmp_path / 'part'}")
+    text = run(regenerate, capsys, tiny, *words, f"OUT={tmp_path / 'part'}")
     assert "20 rows, 7 there already" in text
     assert answers(tmp_path / "part") == answers(tmp_path / "whole")
 
 
-def test_prompts_drawn_from_nothing(regenerate, monkeypatch, capsys, tiny, tmp_path):
-    out = tmp_path / "out"
-    words = "PROMPTS=none:12", "ROUNDTRIP=False", "BATCH=16", f"OUT={out}"
-    run(regenerate, monkeypatch, capsys, tiny, *words)
-    drawn = [row["prompt"] for row in rows_of(tmp_path / "out.prompts")]
-    assert len(set(drawn)) == len(drawn) == 12 and set(answers(out)) == set(drawn)
+def test_prompts_drawn_from_nothing(draw_prompts, regenerate, capsys, tiny, tmp_path):
+    out = tmp_path / "prompts.jsonl"
+    words = "N=12", "BATCH=16", f"OUT={out}"
+    run(draw_prompts, capsys, tiny, *words)
+    drawn = [row["prompt"] for row in rows_of(out)]
+    assert len(set(drawn)) == len(drawn) == 12
     assert not any("<s>" in prompt or "</s>" in prompt or not prompt.strip() for prompt in drawn)
-    (tmp_path / "out.prompts").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in drawn[:5]))
-    out.unlink()
-    run(regenerate, monkeypatch, capsys, tiny, *words)
-    resumed = [row["prompt"] for row in rows_of(tmp_path / "out.prompts")]
-    assert len(set(resumed)) == 12 and resumed[:5] == drawn[:5] and set(answers(out)) == set(resumed)
+    run(regenerate, capsys, tiny, f"PROMPTS={out}", "ROUNDTRIP=False", f"OUT={tmp_path / 'out'}")
+    assert set(answers(tmp_path / "out")) == set(drawn)
+    out.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in drawn[:5]) + '{"prompt": "to')
+    run(draw_prompts, capsys, tiny, *words)
+    resumed = [row["prompt"] for row in rows_of(out)]
+    assert len(set(resumed)) == 12 and resumed[:5] == drawn[:5]
+    assert "N = 0" in run(draw_prompts, capsys, tiny, "N=0", code=2)
 
 
-def test_a_prompt_that_the_template_refuses_fails_alone(regenerate, monkeypatch, capsys, tiny, tmp_path):
-    odd = {"messages": [{"role": "user", "content": ["not", "text"]}]}
-    (tmp_path / "in").write_text(json.dumps(odd) + "\n" + json.dumps({"prompt": "fine"}) + "\n")
-    with pytest.raises(SystemExit, match="1 rows failed"):
-        run(regenerate, monkeypatch, capsys, tiny, f"PROMPTS={tmp_path / 'in'}", f"OUT={tmp_path / 'out'}",
-            "ROUNDTRIP=False")
+def test_whatever_the_trainer_reads_is_a_prompt(regenerate, capsys, tiny, tmp_path):
+    out = tmp_path / "out"
+    text = run(regenerate, capsys, tiny, f"PROMPTS={FORMS}", "ROUNDTRIP=False", "MAX_NEW_TOKENS=3", f"OUT={out}")
+    rows = {row["messages"][-2]["content"]: row["messages"] for row in rows_of(out)}
+    assert "5 rows" in text and set(rows) == {
+        f"Name a {thing}." for thing in ("tree", "river", "hill", "bird", "fish")}
+    assert rows["Name a hill."][:2] == [{"role": "system", "content": "Answer in one word."},
+                                        {"role": "user", "content": "Name a hill."}]
+    assert [len(messages) for messages in rows.values()].count(2) == 4
+
+
+def test_a_server_gets_arguments_as_text(server, tmp_path):
+    """And a prompt in normal form: null columns, an older call, tools as text."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {}, "b": None}}}}
+    row = {"prompt": None, "tools": json.dumps([tool]), "messages": [
+        {"role": "user", "content": "q", "weight": None},
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": {"a": 1, "b": None}}},
+        {"role": "function", "name": "f", "content": "two"}, {"role": "assistant", "content": "old"}]}
+    (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
+    code, _, err = call(f"PROMPTS={tmp_path / 'in.jsonl'}", f"OUT={tmp_path / 'out'}", server.url, *QUICK)
+    assert code == 0, err
+    (_, body), = server.bodies
+    asked, said, got = body["messages"]
+    assert said["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert got == {"role": "tool", "content": "two", "name": "f"} and "b" not in json.dumps(body["tools"])
+    row, = rows_of(tmp_path / "out")
+    assert row["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert row["messages"][-1]["content"] == "echo two"
+
+
+def test_a_prompt_that_the_template_refuses_fails_alone(regenerate, capsys, tiny, tmp_path):
+    words = prompts(tmp_path / "in", ["REFUSE this", "fine"]), f"OUT={tmp_path / 'out'}", "ROUNDTRIP=False"
+    told = run(regenerate, capsys, tiny, *words, code=1)
+    assert "1 rows failed" in told and "no such thing" in told
     assert set(answers(tmp_path / "out")) == {"fine"}
 
 
-def test_bad_target_or_device_is_one_line(regenerate, monkeypatch, capsys, tiny, tmp_path):
+def test_bad_target_or_device_is_one_line(regenerate, capsys, tiny, tmp_path):
     words = prompts(tmp_path / "in", ["a"]), f"OUT={tmp_path / 'out'}"
     for wrong in ("TARGET=/nowhere/at/all", "DEVICE=toaster", "DEVICE=cuda:99"):  # and none spoils OUT
-        with pytest.raises(SystemExit) as caught:
-            run(regenerate, monkeypatch, capsys, tiny, *words, wrong)
-        assert wrong in str(caught.value) and "\n" not in str(caught.value)
+        told = run(regenerate, capsys, tiny, *words, wrong, code=2).strip()
+        assert wrong.replace("=", " = ") in told and "\n" not in told

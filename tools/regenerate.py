@@ -2,13 +2,13 @@
 
     python tools/regenerate.py PROMPTS=in.jsonl OUT=train.jsonl URL=http://127.0.0.1:8000/v1 MODEL=name
     python tools/regenerate.py PROMPTS=in.jsonl OUT=train.jsonl TARGET=dir DEVICE=cuda:0 BATCH=256
-    python tools/regenerate.py PROMPTS=none:50000 OUT=train.jsonl TARGET=dir   the target writes the prompts
 
-read_prompts | draw_prompts -> Output (what is done already) -> answer_by_server | answer_locally -> OUT
-A killed run is resumed by the same command. Every different prompt is answered once, in no particular order.
+read_prompts -> Output (what is done already) -> answer_by_server | answer_locally -> OUT
+
+PROMPTS is whatever the trainer reads (docs/data.md); a row's last answer is replaced. A killed run is resumed
+by the same command. Every different prompt is answered once, in no particular order. To have the target write
+the prompts as well: tools/draw_prompts.py.
 """
-import ast
-import fcntl
 import hashlib
 import http.client
 import json
@@ -23,99 +23,80 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tqdm import tqdm
 
-# ---- settings: NAME=VALUE on the command line overrides them -------------------------------------
+from dflash_trainer import settings
+from dflash_trainer.chat_lines import BadLine, Chat, parse_prompt
+from dflash_trainer.data_files import load_row, read_rows, resolve_files
+from dflash_trainer.errors import require
+from dflash_trainer.line_files import append_line, open_lines
 
-PROMPTS = ""               # JSONL: `messages`, `conversations` or `prompt`; none:N = N that the target writes
-OUT = "answers.jsonl"      # {"messages": [...], "finish_reason": "stop" | "length" (cut) | "tool_calls"}
-MAX_NEW_TOKENS = 1024
-TEMPERATURE = 0.0          # 0: greedy
-TOP_P = 1.0
-SEED = 0                   # of the sampling with a local target
-CHAT_TEMPLATE_KWARGS = {}  # such as {"enable_thinking": False}; must be those of the training
+PROMPTS: str = ""               # files of rows of any form
+OUT: str = "answers.jsonl"      # {"messages": [...], "finish_reason": "stop" | "length" (cut) | "tool_calls"}
+MAX_NEW_TOKENS: int = 1024
+TEMPERATURE: float = 0.0        # 0: greedy
+TOP_P: float = 1.0
+SEED: int = 0                   # of the sampling with a local target
+CHAT_TEMPLATE_KWARGS: dict = {}  # such as {"enable_thinking": False}; must be those of the training
 # an OpenAI-compatible server; the key is read from the environment variable OPENAI_API_KEY
-URL = ""                   # http://host:port/v1
-MODEL = ""                 # its name there
-CONCURRENCY = 64           # requests in flight
-TIMEOUT_S = 600.0          # of one request
-RETRIES = 5                # after the first attempt
-BACKOFF_S = 1.0            # before the first retry; doubles, at most 60
-MAX_FAILED_IN_A_ROW = 50   # rows; then the server is taken for gone
+URL: str = ""                   # http://host:port/v1
+MODEL: str = ""                 # its name there
+CONCURRENCY: int = 64           # requests in flight
+TIMEOUT_S: float = 600.0        # of one request
+RETRIES: int = 5                # after the first attempt
+BACKOFF_S: float = 1.0          # before the first retry; doubles, at most 60
+MAX_FAILED_IN_A_ROW: int = 50   # rows; then the server is taken for gone
 # or a local model of transformers: bf16 on a GPU, fp32 on the CPU
-TARGET = ""                # directory or name
-DEVICE = "cuda:0"
-BATCH = 64                 # prompts generated together
-ROUNDTRIP = True           # keep only rows whose text tokenises back to the very ids generated
+TARGET: str = ""                # directory or name
+DEVICE: str = "cuda:0"
+BATCH: int = 64                 # prompts generated together
+ROUNDTRIP: bool = True          # keep only rows whose text tokenises back to the very ids generated
 
-SETTINGS = {name: value for name, value in globals().items() if name.isupper()}
+# an OUT that was begun with other values of these is refused
 DECISIVE = "MODEL", "TARGET", "MAX_NEW_TOKENS", "TEMPERATURE", "TOP_P", "CHAT_TEMPLATE_KWARGS", "ROUNDTRIP"
-DRAW = {"max_new_tokens": 64, "temperature": 1.0, "top_p": 0.95}  # how PROMPTS=none:N samples
-
-
-def stop(text):
-    raise SystemExit(f"regenerate: {text}")
-
-
-def override(words):
-    for word in words:
-        name, equals, text = word.partition("=")
-        if not equals or name not in SETTINGS:
-            stop(f"unknown setting {word!r}, known: {', '.join(SETTINGS)}")
-        globals()[name] = parse(name, text, type(SETTINGS[name]))
-        print(f"{name} = {globals()[name]!r}")
-
-
-def parse(name, text, kind):
-    try:
-        value = text if kind is str else ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        value = None
-    value = float(value) if kind is float and type(value) is int else value
-    return value if type(value) is kind else stop(f"{name}={text}: expected {kind.__name__}")
 
 
 def check_settings():
-    if bool(URL) == bool(TARGET):
-        stop(f"give a server (URL) or a local model (TARGET): URL={URL!r} TARGET={TARGET!r}")
-    if URL and (urlsplit(URL).scheme not in ("http", "https") or not urlsplit(URL).netloc or not MODEL):
-        stop(f"expected URL=http://host:port/v1 MODEL=name, not URL={URL} MODEL={MODEL}")
-    for name in ("MAX_NEW_TOKENS", "CONCURRENCY", "BATCH", "RETRIES", "TEMPERATURE"):
-        if globals()[name] < (least := int(name not in ("RETRIES", "TEMPERATURE"))):
-            stop(f"{name}={globals()[name]}: must be at least {least}")
-    if not 0 < TOP_P <= 1:
-        stop(f"TOP_P={TOP_P}: must be in (0, 1]")
-    if PROMPTS.startswith("none:") and not (TARGET and PROMPTS[5:].isdigit() and int(PROMPTS[5:])):
-        stop(f"PROMPTS={PROMPTS}: expected none:N, N > 0, and a TARGET, which draws them")
+    require(bool(URL) != bool(TARGET),
+            f"give a server (URL) or a local model (TARGET): URL = {URL!r}, TARGET = {TARGET!r}")
+    if URL:
+        address = urlsplit(URL)
+        require(address.scheme in ("http", "https") and address.netloc and MODEL,
+                f"expected URL=http://host:port/v1 MODEL=name, not URL = {URL!r}, MODEL = {MODEL!r}")
+    settings.require_positive(sys.modules[__name__], "MAX_NEW_TOKENS", "CONCURRENCY", "BATCH")
+    for name in ("RETRIES", "TEMPERATURE"):
+        require(globals()[name] >= 0, f"{name} = {globals()[name]}: must be at least 0")
+    require(0 < TOP_P <= 1, f"TOP_P = {TOP_P}: must be in (0, 1]")
+    require(PROMPTS, "PROMPTS is empty: name a file of prompts")
+    require(not PROMPTS.startswith("none:"), f"PROMPTS = {PROMPTS}: tools/draw_prompts.py has a target write prompts")
 
 
-# ---- prompts -------------------------------------------------------------------------------------
-
-ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
+# ----------------------------------------------------------------------------------------------- prompts
 
 
-def prompt_row(line):
-    """A line of any form -> {"messages": without the final answer; `tools` and `source` where given}."""
-    data = json.loads(line)
-    if not isinstance(data, dict):
-        raise ValueError("not a JSON object")
-    if "messages" in data:
-        messages = list(data["messages"])
-    elif "conversations" in data:
-        messages = [{"role": ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
-                    for turn in data["conversations"]]
-    elif "prompt" in data:
-        prompt = data["prompt"]
-        messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    else:
-        raise ValueError(f"no messages, conversations or prompt, only {', '.join(data) or 'nothing'}")
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    if not messages or messages[-1]["role"] not in ("user", "tool"):
-        raise ValueError("no user turn to answer at the end")
-    if any(turn.get("content") is None and "tool_calls" not in turn for turn in messages):
-        raise ValueError("a message without content")
-    return {"messages": messages, **{name: data[name] for name in ("tools", "source") if data.get(name)}}
+def read_prompts(counts):
+    """key -> row: messages in the form of chat templates, tools and source where given. Rows that are no prompts
+    are printed and counted; repeated prompts are counted."""
+    rows = {}
+    for path in resolve_files(PROMPTS, "PROMPTS", announce=True):
+        for number, row in read_rows(path):
+            try:
+                chat = parse_prompt(load_row(row))
+            except BadLine as error:
+                counts["bad lines"] += 1
+                print(f"{path} line {number}: skipped, {error}", file=sys.stderr)
+                continue
+            row = {"messages": chat.messages}
+            if chat.tools:
+                row["tools"] = chat.tools
+            if chat.source:
+                row["source"] = chat.source
+            key = row_key(row)
+            counts["duplicates"] += key in rows
+            rows.setdefault(key, row)
+    require(rows, f"PROMPTS = {PROMPTS}: no prompt in it")
+    return rows
 
 
 def row_key(row):
@@ -123,57 +104,7 @@ def row_key(row):
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def read_prompts(path, counts):
-    """key -> row. Lines that aren't prompts are said and counted; repeated prompts are counted."""
-    rows = {}
-    try:
-        # not splitlines: U+2028 is text
-        lines = Path(path).read_bytes().decode("utf-8-sig", "replace").split("\n")
-    except OSError as error:
-        stop(f"PROMPTS={path}: {error.strerror}")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = prompt_row(line)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            counts["bad lines"] += 1
-            print(f"{path} line {number}: skipped, {type(error).__name__}: {error}", file=sys.stderr)
-            continue
-        counts["duplicates"] += row_key(row) in rows
-        rows.setdefault(row_key(row), row)
-    return rows or stop(f"PROMPTS={path}: no prompt in it")
-
-
-# ---- output --------------------------------------------------------------------------------------
-
-
-def open_lines(path):
-    """The file, opened for appending, and its lines; a last line that a kill cut off is removed."""
-    try:
-        file = open(path, "a+b")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        stop(f"OUT={OUT}: another process is writing it")
-    except OSError as error:
-        stop(f"OUT={OUT}: {error.strerror}")
-    file.seek(0)
-    whole, rows = 0, []
-    for number, line in enumerate(file, 1):
-        if not line.endswith(b"\n"):
-            break
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            stop(f"{path} line {number} is not JSON: not a file of this tool, or a damaged one")
-        whole += len(line)
-    file.truncate(whole)
-    return file, rows
-
-
-def append(file, row):
-    file.write(json.dumps(row).encode() + b"\n")
-    file.flush()  # one write per line: a kill can cut the last line only
+# ------------------------------------------------------------------------------------------------ output
 
 
 class Output:
@@ -181,32 +112,38 @@ class Output:
 
     def __init__(self, counts):
         self.counts = counts
-        if os.path.exists(OUT) and os.path.getsize(OUT) and not os.path.exists(OUT + ".state"):
-            stop(f"OUT={OUT} is there already and was not made by this tool (no {OUT}.state): give another OUT")
-        self.file, rows = open_lines(OUT)
-        self.state, lines = open_lines(OUT + ".state")
+        self.lock = threading.Lock()
+        is_strange = os.path.exists(OUT) and os.path.getsize(OUT) and not os.path.exists(OUT + ".state")
+        require(not is_strange,
+                f"OUT = {OUT} is there already and was not made by this tool (no {OUT}.state): give another OUT")
+        self.file, rows = open_lines(OUT, "OUT")
+        self.state, lines = open_lines(OUT + ".state", "OUT")
         if not rows and len(lines) == 1:  # begun, nothing answered: other settings are welcome
             self.state.truncate(0)
             lines = []
-        settings = {name: globals()[name] for name in DECISIVE}
-        for name, value in (lines[0]["settings"] if lines else settings).items():
-            if value != settings[name]:
-                stop(f"OUT={OUT} was begun with {name}={value!r}, now {settings[name]!r}: give another OUT")
+        decisive = {name: globals()[name] for name in DECISIVE}
+        begun_with = lines[0]["settings"] if lines else decisive
+        for name, value in begun_with.items():
+            require(value == decisive[name],
+                    f"OUT = {OUT} was begun with {name} = {value!r}, now {decisive[name]!r}: give another OUT")
         if not lines:
-            append(self.state, {"settings": settings})
+            append_line(self.state, {"settings": decisive})
         self.done = {row_key({**row, "messages": row["messages"][:-1]}) for row in rows}
         self.done |= {line["left_out"] for line in lines[1:]}
-        counts["there already"], counts["not round-trip"] = len(rows), len(lines[1:])
+        counts["there already"] = len(rows)
+        counts["not round-trip"] = len(lines[1:])
         counts["cut"] = sum(row["finish_reason"] == "length" for row in rows)
 
     def add(self, row, message, finish_reason):
-        self.counts["new"] += 1
-        self.counts["cut"] += finish_reason == "length"
-        append(self.file, {**row, "messages": row["messages"] + [message], "finish_reason": finish_reason})
+        with self.lock:
+            self.counts["new"] += 1
+            self.counts["cut"] += finish_reason == "length"
+            messages = row["messages"] + [message]
+            append_line(self.file, {**row, "messages": messages, "finish_reason": finish_reason})
 
     def leave_out(self, key):
         self.counts["not round-trip"] += 1
-        append(self.state, {"left_out": key})
+        append_line(self.state, {"left_out": key})
 
     def close(self):
         for file in (self.file, self.state):
@@ -214,7 +151,7 @@ class Output:
             file.close()
 
 
-# ---- a server ------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------- a server
 
 
 class Failed(Exception):
@@ -236,6 +173,27 @@ def post(body):
         connection.close()
 
 
+def request_of(row):
+    """The body of a request: in OpenAI's form, the arguments of calls are text."""
+    messages = []
+    for message in row["messages"]:
+        if "tool_calls" in message:
+            calls = []
+            for n, call in enumerate(message["tool_calls"]):
+                function = call["function"]
+                function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+                calls.append({"id": f"call_{n}", **call, "function": function})
+            message = {**message, "tool_calls": calls}
+        messages.append(message)
+    body = {"model": MODEL, "messages": messages, "max_tokens": MAX_NEW_TOKENS, "temperature": TEMPERATURE,
+            "top_p": TOP_P}
+    if "tools" in row:
+        body["tools"] = row["tools"]
+    if CHAT_TEMPLATE_KWARGS:
+        body["chat_template_kwargs"] = CHAT_TEMPLATE_KWARGS
+    return body
+
+
 def read_reply(data):
     """The message and its finish_reason; thinking and tool calls are part of what the target produced."""
     choice = json.loads(data)["choices"][0]
@@ -243,17 +201,18 @@ def read_reply(data):
         raise ValueError(f"finish_reason {choice['finish_reason']!r}")
     reply = choice["message"]
     message = {"role": "assistant", "content": reply.get("content") or ""}
-    if thinking := reply.get("reasoning_content") or reply.get("reasoning"):
-        message["reasoning_content"] = thinking
+    thought = reply.get("reasoning_content") or reply.get("reasoning")
+    if thought:
+        message["reasoning_content"] = thought
     if reply.get("tool_calls"):
         message["tool_calls"] = reply["tool_calls"]
     return message, choice["finish_reason"]
 
 
 def ask_server(row, given_up):
-    body = {"model": MODEL, "messages": row["messages"], "max_tokens": MAX_NEW_TOKENS,
-            "temperature": TEMPERATURE, "top_p": TOP_P, **({"tools": row["tools"]} if "tools" in row else {}),
-            **({"chat_template_kwargs": CHAT_TEMPLATE_KWARGS} if CHAT_TEMPLATE_KWARGS else {})}
+    """-> (message, finish_reason); Failed."""
+    body = request_of(row)
+    reason = ""
     for attempt in range(RETRIES + 1):
         # jitter: threads that failed together should not come back together
         wait = 0 if attempt == 0 else min(60.0, BACKOFF_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1)
@@ -273,17 +232,23 @@ def ask_server(row, given_up):
 
 def answer_by_server(rows, output):
     """Asks for every row; returns key -> reason of those that failed."""
-    failed, in_a_row, given_up = {}, 0, threading.Event()
+    failed = {}
+    in_a_row = 0
+    given_up = threading.Event()
+
+    def answer_one(row):
+        # written before this thread asks for another: a kill costs no more answers than there are threads
+        output.add(row, *ask_server(row, given_up))
+
     with ThreadPoolExecutor(CONCURRENCY) as pool:
-        futures = {pool.submit(ask_server, row, given_up): key for key, row in rows.items()}
+        futures = {pool.submit(answer_one, row): key for key, row in rows.items()}
         try:
             for future in tqdm(as_completed(futures), total=len(rows), unit="row", disable=None):
-                key = futures[future]
                 try:
-                    output.add(rows[key], *future.result())
+                    future.result()
                     in_a_row = 0
                 except Failed as error:
-                    failed[key] = str(error)
+                    failed[futures[future]] = str(error)
                     in_a_row += 1
                     if in_a_row >= MAX_FAILED_IN_A_ROW:
                         given_up.set()
@@ -293,76 +258,69 @@ def answer_by_server(rows, output):
     return failed
 
 
-# ---- a local target ------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------- a local target
 
 
-def load_target():
+class LocalTarget:
+    """A target in this process, its tokenizer, and the trainer's reading of its chats."""
+
+    def __init__(self):
+        from dflash_trainer import generating  # torch: not needed with a server
+        from dflash_trainer.answer_mask import AnswerFinder
+        from dflash_trainer.target_config import end_tokens
+        self.model, self.tokenizer = generating.load_generator(TARGET, DEVICE, SEED)
+        self.finder = AnswerFinder(self.tokenizer, CHAT_TEMPLATE_KWARGS, end_tokens(TARGET, self.tokenizer))
+
+    def encode(self, text):
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def prompt_ids(self, row):
+        """BadLine where the chat template refuses it."""
+        chat, _ = self.finder.template.rendered(chat_of(row))
+        return self.encode(self.finder.template.render(chat.messages, chat.tools, prompt=True))
+
+    def is_roundtrip(self, row, message, ended, ids):
+        """Whether the trainer finds these very ids, the prompt's and the answer's, in the finished row."""
+        chat = chat_of({**row, "messages": row["messages"] + [message]})
+        if not ended:
+            chat = chat._replace(cut=frozenset([len(row["messages"])]))
+        try:
+            text, _ = self.finder.find(chat)
+        except BadLine:
+            return False
+        return self.encode(text)[:len(ids)] == ids
+
+
+def chat_of(row):
+    calls = [call for message in row["messages"] for call in message.get("tool_calls", ())]
+    texts = [json.dumps(call["function"]["arguments"], ensure_ascii=False) for call in calls]
+    return Chat(row["messages"], row.get("tools"), texts, "", frozenset(), frozenset())
+
+
+def answer_locally(rows, output, local):
+    """Answers every row; returns key -> reason of those that the chat template refuses."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-    from transformers.utils import logging
-    logging.disable_progress_bar()  # that of loading; ours stays
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew for every length of an answer
-    try:
-        device = torch.zeros(1, device=DEVICE).device
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        tokenizer = AutoTokenizer.from_pretrained(TARGET)
-        model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=dtype).to(device).eval()
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:
-        stop(f"TARGET={TARGET} DEVICE={DEVICE}: {(str(error) or repr(error)).splitlines()[0]} "
-             f"(DEVICE=cpu runs anywhere)")
-    ends = model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [tokenizer.eos_token_id if ends is None else ends]
-    pad = ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    # a fresh one: a target's own may carry penalties or a top-k, which were not asked for
-    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad)
-    return model, tokenizer
 
-
-def generate(model, prompts, max_new_tokens, temperature, top_p):
-    """[prompt ids] -> [(new ids, end-of-turn included; ended by itself?)], in one left-padded batch."""
-    import torch
-    config, width = model.generation_config, max(map(len, prompts))
-    ids = torch.tensor([[config.pad_token_id] * (width - len(p)) + p for p in prompts], device=model.device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    how = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
-    with torch.no_grad():
-        new = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, **how)
-    results = []
-    for row in new[:, width:].tolist():
-        end = next((i for i, token in enumerate(row) if token in config.eos_token_id), None)
-        results.append((row, False) if end is None else (row[:end + 1], True))
-    return results
-
-
-def encode(tokenizer, row, **kwargs):
-    return tokenizer.apply_chat_template(
-        row["messages"], tools=row.get("tools"), return_dict=False, **CHAT_TEMPLATE_KWARGS, **kwargs)
-
-
-def encode_prompts(rows, tokenizer):
-    """(key -> ids, key -> reason of those that the chat template refuses)."""
-    prompts, failed = {}, {}
+    from dflash_trainer.generating import generate
+    prompts = {}
+    failed = {}
     for key, row in rows.items():
         try:
-            prompts[key] = encode(tokenizer, row, add_generation_prompt=True)
-        except Exception as error:  # a template raises what it likes
-            failed[key] = f"chat template: {type(error).__name__}: {error}"
-    return prompts, failed
-
-
-def answer_locally(rows, output, model, tokenizer):
-    import torch
-    prompts, failed = encode_prompts(rows, tokenizer)
-    # longest first: too large a BATCH fails early
-    order = sorted(prompts, key=lambda key: -len(prompts[key]))
-    with tqdm(total=len(order), unit="row", disable=None) as bar:
-        for keys in (order[start:start + BATCH] for start in range(0, len(order), BATCH)):
+            prompts[key] = local.prompt_ids(row)
+        except BadLine as error:
+            failed[key] = str(error)
+    longest_first = sorted(prompts, key=lambda key: -len(prompts[key]))  # too large a BATCH fails early
+    with tqdm(total=len(longest_first), unit="row", disable=None) as bar:
+        for start in range(0, len(longest_first), BATCH):
+            keys = longest_first[start:start + BATCH]
             torch.manual_seed(int(keys[0][:12], 16) + SEED)  # other numbers in each batch, resumed or not
             batch = [prompts[key] for key in keys]
-            for key, (ids, ended) in zip(keys, generate(model, batch, MAX_NEW_TOKENS, TEMPERATURE, TOP_P)):
-                text = tokenizer.decode(ids[:-1] if ended else ids, clean_up_tokenization_spaces=False)
+            answers = generate(local.model, batch, MAX_NEW_TOKENS, TEMPERATURE, TOP_P)
+            for key, (ids, ended) in zip(keys, answers):
+                said = ids[:-1] if ended else ids
+                text = local.tokenizer.decode(said, clean_up_tokenization_spaces=False)
                 message = {"role": "assistant", "content": text}
-                if ROUNDTRIP and not is_roundtrip(tokenizer, rows[key], message, prompts[key] + ids):
+                if ROUNDTRIP and not local.is_roundtrip(rows[key], message, ended, prompts[key] + ids):
                     output.leave_out(key)
                 else:
                     output.add(rows[key], message, "stop" if ended else "length")
@@ -370,79 +328,45 @@ def answer_locally(rows, output, model, tokenizer):
     return failed
 
 
-def is_roundtrip(tokenizer, row, message, ids):
-    return encode(tokenizer, {**row, "messages": row["messages"] + [message]})[:len(ids)] == ids
-
-
-def draw_prompts(wanted, path, model, tokenizer):
-    """Fills `path` with different prompts that the target writes after the bare start of a user turn."""
-    import torch
-    file, lines = open_lines(path)
-    seen, batches, barren = {line["prompt"] for line in lines}, len(lines), 0
-    turn = [{"role": "user", "content": "STARTSHERE"}]
-    text = tokenizer.apply_chat_template(turn, tokenize=False, **CHAT_TEMPLATE_KWARGS)
-    prefix = tokenizer(text.partition("STARTSHERE")[0], add_special_tokens=False)["input_ids"]
-    special = set(tokenizer.all_special_ids)
-    with file, tqdm(total=wanted, initial=len(seen), unit="prompt", disable=None) as bar:
-        while len(seen) < wanted:
-            torch.manual_seed(SEED * 1_000_003 + batches)
-            before, batches = len(seen), batches + 1
-            for ids, ended in generate(model, [prefix] * BATCH, **DRAW):
-                prompt = tokenizer.decode(ids[:-1], clean_up_tokenization_spaces=False).strip()
-                # one that was cut is half a sentence
-                usable = ended and prompt and not special.intersection(ids[:-1]) and prompt not in seen
-                if usable and len(seen) < wanted:
-                    seen.add(prompt)
-                    append(file, {"prompt": prompt})
-            bar.update(len(seen) - before)
-            barren = 0 if len(seen) > before else barren + 1
-            if barren == 20:
-                stop(f"PROMPTS={PROMPTS}: 20 batches in a row without a new prompt, {len(seen)} so far")
-
-
-# ---- main ----------------------------------------------------------------------------------------
-
-
-def answer(rows, output):
-    """Answers what OUT lacks. -> (rows, key -> reason of those that failed, seconds)"""
-    local = load_target() if TARGET else ()
-    if not rows:
-        draw_prompts(int(PROMPTS[5:]), OUT + ".prompts", *local)
-        rows = read_prompts(OUT + ".prompts", output.counts)
-    todo = {key: row for key, row in rows.items() if key not in output.done}
-    began = time.monotonic()
-    failed = answer_locally(todo, output, *local) if TARGET else answer_by_server(todo, output)
-    return rows, failed, time.monotonic() - began + 1e-9
+# -------------------------------------------------------------------------------------------------- main
 
 
 def report(counts, rows, failed, seconds):
+    """Prints what became of the rows -> exit code."""
     for key, reason in failed.items():
-        question = json.dumps(rows[key]["messages"][-1].get("content"))[:80]
         if reason:
+            question = json.dumps(rows[key]["messages"][-1].get("content"))[:80]
             print(f"failed: {question} {reason}", file=sys.stderr)
     parts = ("there already", "cut", "not round-trip", "bad lines", "duplicates")
-    print(f"{OUT}: {counts['there already'] + counts['new']} rows, "
-          + ", ".join(f"{counts[part]} {part}" for part in parts) + f", {len(failed)} failed; "
-          + f"{counts['new']} new in {seconds:.1f} s, {counts['new'] / seconds:.1f} rows/s")
+    known = ", ".join(f"{counts[part]} {part}" for part in parts)
+    print(f"{OUT}: {counts['there already'] + counts['new']} rows, {known}, {len(failed)} failed; "
+          f"{counts['new']} new in {seconds:.1f} s, {counts['new'] / seconds:.1f} rows/s")
     if failed:
-        stop(f"{len(failed)} rows failed (listed above): the same command asks for them again")
+        print(f"error: {len(failed)} rows failed (listed above): the same command asks for them again",
+              file=sys.stderr)
+    return settings.EXIT_ERROR if failed else 0
 
 
-def main():
-    override(sys.argv[1:])
+def regenerate():
     check_settings()
     counts = Counter()
-    rows = {} if PROMPTS.startswith("none:") else read_prompts(PROMPTS, counts)
-    with closing(Output(counts)) as output:
-        result = answer(rows, output)
-    report(counts, *result)
-
-
-if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        sys.exit(print(__doc__))
+    rows = read_prompts(counts)
     try:
-        main()
+        with closing(Output(counts)) as output:
+            local = LocalTarget() if TARGET else None
+            todo = {key: row for key, row in rows.items() if key not in output.done}
+            began = time.monotonic()
+            failed = answer_locally(todo, output, local) if TARGET else answer_by_server(todo, output)
+            seconds = time.monotonic() - began + 1e-9
     except KeyboardInterrupt:
         print("regenerate: stopped; the same command goes on", file=sys.stderr)
         os._exit(130)  # threads may still wait for a reply
+    return report(counts, rows, failed, seconds)
+
+
+def main(argv):
+    return settings.run_program(sys.modules[__name__], regenerate, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
