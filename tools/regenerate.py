@@ -233,12 +233,25 @@ def ask_server(row, given_up):
 def answer_by_server(rows, output):
     """Asks for every row; returns key -> reason of those that failed."""
     failed = {}
-    in_a_row = 0
     given_up = threading.Event()
+    lock = threading.Lock()
+    in_a_row = 0
 
     def answer_one(row):
-        # written before this thread asks for another: a kill costs no more answers than there are threads
-        output.add(row, *ask_server(row, given_up))
+        """In a thread of the pool. Written and counted before it asks for another row: a kill costs no more answers
+        than there are threads, nor does a server that is gone."""
+        nonlocal in_a_row
+        try:
+            message, finish_reason = ask_server(row, given_up)
+        except Failed:
+            with lock:
+                in_a_row += 1
+                if in_a_row >= MAX_FAILED_IN_A_ROW:
+                    given_up.set()
+            raise
+        output.add(row, message, finish_reason)
+        with lock:
+            in_a_row = 0
 
     with ThreadPoolExecutor(CONCURRENCY) as pool:
         futures = {pool.submit(answer_one, row): key for key, row in rows.items()}
@@ -246,12 +259,8 @@ def answer_by_server(rows, output):
             for future in tqdm(as_completed(futures), total=len(rows), unit="row", disable=None):
                 try:
                     future.result()
-                    in_a_row = 0
                 except Failed as error:
                     failed[futures[future]] = str(error)
-                    in_a_row += 1
-                    if in_a_row >= MAX_FAILED_IN_A_ROW:
-                        given_up.set()
         except BaseException:  # Ctrl-C, a full disk: don't go on asking
             given_up.set()
             raise
