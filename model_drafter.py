@@ -688,8 +688,9 @@ def terms_with_grad(logits: torch.Tensor, target_logits: torch.Tensor, labels: t
     alpha = torch.minimum(p, q).sum(-1)
     loss, tv_share, kl_share = mix_terms(terms, ce, tv, kl, alpha)
 
-    sign = (p - q).sign()
-    grad_tv = 0.5 * p * (sign - (p * sign).sum(-1, keepdim=True))
+    # by where p is below q: where alpha is small their sum is as well, and 1 minus nearly 1 never occurs
+    below = 0.5 - 0.5 * (p - q).sign()
+    grad_tv = p * ((p * below).sum(-1, keepdim=True) - below)
     grad = terms.ce * (p - is_label.float()) + kl_share[:, None] * (p - q) + tv_share[:, None] * grad_tv
     return loss, ce, correct, tv, kl, alpha, target_lse, grad
 
@@ -722,42 +723,56 @@ def candidate_probs_of(target_logits: torch.Tensor, target_lse: torch.Tensor, ca
     return torch.exp(cap(target_logits.gather(1, candidates).float(), softcap) - target_lse[:, None])
 
 
+def fused_terms(hidden: torch.Tensor, head: Head, labels: torch.Tensor, target_last: torch.Tensor | None,
+                top_k: int, spec: "LossSpec", grad: torch.Tensor | None) -> SlotTerms:
+    """Terms of hidden (M, D), and d loss / d hidden into `grad` (M, D) where it is given.
+
+    No more than one chunk's logits, of drafter and target each, are in memory.
+    """
+    n_slots = labels.numel()
+    loss, ce, tv, kl, alpha = torch.zeros(5, n_slots, dtype=torch.float32, device=labels.device)
+    correct = torch.empty_like(labels, dtype=torch.bool)
+    candidates = labels.new_empty(n_slots, top_k)
+    candidate_probs = torch.empty(n_slots, top_k, dtype=torch.float32, device=labels.device)
+    for first in range(0, n_slots, spec.chunk):
+        rows = slice(first, first + spec.chunk)
+        logits = head.logits(hidden[rows])
+        if top_k:  # before the gradient takes their place
+            candidates[rows] = logits.topk(top_k, dim=-1).indices
+        if target_last is None:
+            ce[rows], correct[rows], grad_logits = spec.ce_and_grad(logits, labels[rows], head.softcap)
+            scale = spec.terms.ce
+        else:
+            target_logits = head.logits(target_last[rows])
+            (loss[rows], ce[rows], correct[rows], tv[rows], kl[rows], alpha[rows], target_lse,
+             grad_logits) = spec.terms_and_grad(logits, target_logits, labels[rows], head.softcap, spec.terms)
+            scale = 1.0
+            if top_k:
+                candidate_probs[rows] = candidate_probs_of(target_logits, target_lse, candidates[rows],
+                                                           head.softcap)
+        if grad is not None:
+            grad[rows] = scale * head.grad_hidden(grad_logits, hidden.dtype)
+    if target_last is None:
+        slots = SlotTerms(spec.terms.ce * ce, ce, correct)
+    else:
+        slots = SlotTerms(loss, ce, correct, tv, kl, alpha)
+    if top_k:
+        slots = slots._replace(candidates=candidates)
+        if target_last is not None:
+            slots = slots._replace(candidate_probs=candidate_probs)
+    return slots
+
+
 class FusedTerms(torch.autograd.Function):
-    """As FusedCE, with the target's distribution and the candidates of a selector. No more than one chunk's
-    logits of either are in memory."""
+    """fused_terms as FusedCE: the hidden states' gradient is made in forward. The loss alone has one."""
 
     @staticmethod
     def forward(ctx, hidden, head, labels, target_last, top_k, spec):
-        n_slots = labels.numel()
-        loss, ce, tv, kl, alpha = torch.zeros(5, n_slots, dtype=torch.float32, device=labels.device)
-        correct = torch.empty_like(labels, dtype=torch.bool)
-        candidates = labels.new_empty(n_slots, top_k)
-        candidate_probs = torch.empty(n_slots, top_k, dtype=torch.float32, device=labels.device)
         grad = torch.empty_like(hidden)
-        for first in range(0, n_slots, spec.chunk):
-            rows = slice(first, first + spec.chunk)
-            logits = head.logits(hidden[rows])
-            if top_k:  # before the gradient takes their place
-                candidates[rows] = logits.topk(top_k, dim=-1).indices
-            if target_last is None:
-                ce[rows], correct[rows], grad_logits = spec.ce_and_grad(logits, labels[rows], head.softcap)
-                scale = spec.terms.ce
-            else:
-                target_logits = head.logits(target_last[rows])
-                (loss[rows], ce[rows], correct[rows], tv[rows], kl[rows], alpha[rows], target_lse,
-                 grad_logits) = spec.terms_and_grad(
-                     logits, target_logits, labels[rows], head.softcap, spec.terms)
-                scale = 1.0
-                if top_k:
-                    candidate_probs[rows] = candidate_probs_of(target_logits, target_lse, candidates[rows],
-                                                               head.softcap)
-            grad[rows] = scale * head.grad_hidden(grad_logits, hidden.dtype)
-        if target_last is None:
-            loss = spec.terms.ce * ce
+        slots = fused_terms(hidden, head, labels, target_last, top_k, spec, grad)
         ctx.save_for_backward(grad)
-        out = (loss, ce, correct, tv, kl, alpha, candidates, candidate_probs)
-        ctx.mark_non_differentiable(*out[1:])
-        return out
+        ctx.mark_non_differentiable(*(field for field in slots[1:] if field is not None))
+        return tuple(slots)
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
@@ -766,41 +781,54 @@ class FusedTerms(torch.autograd.Function):
         return grad * grad_loss[:, None].to(grad.dtype), *nothing_for_the_rest
 
 
-class FusedMarkov(torch.autograd.Function):
-    """The loss of a DSpark row, with the gradients of hidden states, embedded predecessors and W2 made in
-    forward.
+class MarkovGrads(NamedTuple):
+    """Gradients of sum w * loss, made while a chunk's logits are there."""
+    hidden: torch.Tensor    # (M, D)
+    embedded: torch.Tensor  # (M, r) of the predecessors
+    w2: torch.Tensor        # (V, r) fp32
 
-    W2's needs each slot's weight while the gradient of the chunk's logits is there: so chunks hold whole blocks
-    and their weights are made on the way. Returns sum w * loss, which alone has a gradient, and the slots'
-    terms.
+
+def fused_markov_terms(hidden: torch.Tensor, embedded: torch.Tensor, w2: torch.Tensor, head: Head,
+                       labels: torch.Tensor, target_last: torch.Tensor, blocks: "Blocks", spec: "LossSpec",
+                       grads: MarkovGrads | None) -> tuple[torch.Tensor, SlotTerms]:
+    """DSpark: sum of w * loss, and the terms of hidden (M, D) with a bias from embedded predecessors (M, r).
+
+    w2's gradient needs each slot's weight while the gradient of the chunk's logits is there: so chunks hold
+    whole blocks and their weights are made on the way.
     """
+    n_slots = labels.numel()
+    loss, ce, tv, kl, alpha, weights = torch.zeros(6, n_slots, dtype=torch.float32, device=labels.device)
+    correct = torch.empty_like(labels, dtype=torch.bool)
+    backbone_correct = torch.empty_like(correct)
+    for first in range(0, n_slots, spec.chunk):
+        rows = slice(first, first + spec.chunk)
+        logits = head.logits(hidden[rows])
+        bias = F.linear(embedded[rows], w2)
+        (loss[rows], ce[rows], correct[rows], tv[rows], kl[rows], alpha[rows], _, backbone_correct[rows],
+         grad_logits) = spec.biased_terms_and_grad(
+             logits, bias, head.logits(target_last[rows]), labels[rows], spec.terms)
+        weights[rows] = blocks.weights_of_chunk(ce[rows], blocks.slots[rows])
+        if grads is not None:
+            weight = weights[rows, None].to(hidden.dtype)
+            grads.hidden[rows] = weight * head.grad_hidden(grad_logits, hidden.dtype)
+            grads.embedded[rows] = weight * (grad_logits @ w2)
+            grads.w2.add_(grad_logits.T @ (weight * embedded[rows]))
+    slots = SlotTerms(loss, ce, correct, tv, kl, alpha, backbone_correct)
+    return (weights * loss).sum(), slots
+
+
+class FusedMarkov(torch.autograd.Function):
+    """fused_markov_terms with all gradients made in forward. The sum alone has one."""
 
     @staticmethod
     def forward(ctx, hidden, embedded, w2, head, labels, target_last, blocks, spec):
-        n_slots = labels.numel()
-        loss, ce, tv, kl, alpha, weights = torch.zeros(6, n_slots, dtype=torch.float32, device=labels.device)
-        correct = torch.empty_like(labels, dtype=torch.bool)
-        backbone_correct = torch.empty_like(correct)
-        grad_hidden = torch.empty_like(hidden)
-        grad_embedded = torch.empty_like(embedded)
-        grad_w2 = torch.zeros_like(w2, dtype=torch.float32)
-        for first in range(0, n_slots, spec.chunk):
-            rows = slice(first, first + spec.chunk)
-            logits = head.logits(hidden[rows])
-            bias = F.linear(embedded[rows], w2)
-            (loss[rows], ce[rows], correct[rows], tv[rows], kl[rows], alpha[rows], _, backbone_correct[rows],
-             grad_logits) = spec.biased_terms_and_grad(
-                 logits, bias, head.logits(target_last[rows]), labels[rows], spec.terms)
-            weights[rows] = blocks.weights_of_chunk(ce[rows], blocks.slots[rows])
-            weight = weights[rows, None].to(hidden.dtype)
-            grad_hidden[rows] = weight * head.grad_hidden(grad_logits, hidden.dtype)
-            grad_embedded[rows] = weight * (grad_logits @ w2)
-            grad_w2 += grad_logits.T @ (weight * embedded[rows])
-        ctx.save_for_backward(grad_hidden, grad_embedded, grad_w2.to(w2.dtype))
-        total = (weights * loss).sum()
-        out = (total, loss, ce, correct, tv, kl, alpha, backbone_correct)
-        ctx.mark_non_differentiable(*out[1:])
-        return out
+        grads = MarkovGrads(torch.empty_like(hidden), torch.empty_like(embedded),
+                            torch.zeros_like(w2, dtype=torch.float32))
+        total, slots = fused_markov_terms(
+            hidden, embedded, w2, head, labels, target_last, blocks, spec, grads)
+        ctx.save_for_backward(grads.hidden, grads.embedded, grads.w2.to(w2.dtype))
+        ctx.mark_non_differentiable(*(field for field in slots if field is not None))
+        return total, *slots
 
     @staticmethod
     def backward(ctx, grad_total, *_):
@@ -846,13 +874,12 @@ def chunked_terms(inputs: "SlotInputs", head: Head, spec: "LossSpec", top_k: int
 
     top_k: candidates to return for a selector.
     """
-    if spec.form == "fused" and torch.is_grad_enabled() and inputs.hidden.requires_grad:
-        loss, ce, correct, tv, kl, alpha, candidates, probs = FusedTerms.apply(
-            inputs.hidden, head, inputs.labels, inputs.target_last, top_k, spec)
-        slots = SlotTerms(loss, ce, correct, candidates=candidates if top_k else None)
-        if inputs.target_last is None:
-            return slots
-        return slots._replace(tv=tv, kl=kl, alpha=alpha, candidate_probs=probs if top_k else None)
+    if spec.form == "fused":
+        arguments = (inputs.hidden, head, inputs.labels, inputs.target_last, top_k, spec)
+        if torch.is_grad_enabled() and inputs.hidden.requires_grad:
+            return SlotTerms(*FusedTerms.apply(*arguments))
+        with torch.no_grad():
+            return fused_terms(*arguments, grad=None)
     rows = (inputs.hidden, inputs.labels, inputs.target_last, None)
     return SlotTerms(*in_chunks(terms_of_chunk, spec.chunk, rows, head, None, top_k, spec.terms))
 
@@ -1039,12 +1066,15 @@ def markov_loss(drafter: Drafter, head: Head, inputs: SlotInputs, blocks: Blocks
     """DSpark: biased logits, and how sure the confidence head is of each draft."""
     markov = drafter.markov_head
     embedded = markov.markov_w1(inputs.predecessors)  # (M, r)
-    fused = spec.form == "fused" and torch.is_grad_enabled() and inputs.hidden.requires_grad
-    if fused and inputs.target_last is not None and head.softcap is None:
+    if spec.form == "fused" and inputs.target_last is not None and head.softcap is None:
         w2 = markov.markov_w2.weight
-        loss, *fields = FusedMarkov.apply(
-            inputs.hidden, embedded, w2, head, inputs.labels, inputs.target_last, blocks, spec)
-        slots = SlotTerms(*fields)
+        arguments = (inputs.hidden, embedded, w2, head, inputs.labels, inputs.target_last, blocks, spec)
+        if torch.is_grad_enabled() and inputs.hidden.requires_grad:
+            loss, *fields = FusedMarkov.apply(*arguments)
+            slots = SlotTerms(*fields)
+        else:
+            with torch.no_grad():
+                loss, slots = fused_markov_terms(*arguments, grads=None)
         weights = blocks.weights(slots.ce)
     else:
         rows = (inputs.hidden, inputs.labels, inputs.target_last, embedded)

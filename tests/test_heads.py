@@ -2,9 +2,9 @@
 public packages, numbers by hand, autograd and finite differences.
 
 data/heads/ holds outputs of z-lab's `dflash` 0.1.0 (DFlash 2), of DeepSpec's model and loss code (DSpark) and
-of `speculators` 0.9.0 (the losses) on fixed random weights, fp32, CPU: one packed row of 32 tokens, conversation
-A 0..19 (supervised 4..11 and 15..19), B 20..31 (23..31), seven anchors. Those packages know no packing: every
-block was run by itself. Labels are the drafter's own picks in places, so that matches differ.
+of `speculators` 0.9.0 (the losses) on fixed random weights, fp32, CPU: one packed row of 32 tokens,
+conversation A 0..19 (supervised 4..11 and 15..19), B 20..31 (23..31), seven anchors. Those packages know no
+packing: every block was run by itself. Labels are the drafter's own picks in places, so that matches differ.
 """
 import functools
 import json
@@ -406,3 +406,411 @@ def test_blocks_stay_whole_in_chunks():
     pad = 28
     assert slots.tolist() == [1, 2, 3, 5, 6, 7, 9, pad, 13, 14, 15, 17, 18, 19, pad, pad,
                               21, 22, 23, 25, 26, 27, pad, pad]
+
+
+# ----------------------------------------------------------------------------- forms, chunks, the soft cap
+
+ALL_TERMS = LossTerms(ce=0.3, tv=0.7, kl=0.2, nla=0.4, lk=0.5)
+
+
+def scaled_case(name, cap=None):
+    """A case whose logits are far apart, so that the terms and the cap mean something."""
+    case = Case(name)
+    with torch.no_grad():
+        case.head.linear.weight *= 6
+    case.head.softcap = cap
+    return case
+
+
+def gradients(case, spec, batch=None):
+    case.drafter.zero_grad()
+    result = case.loss(case.batch(spec.chunk) if batch is None else batch, spec)
+    result.loss.backward()
+    return result, {name: param.grad.clone() for name, param in case.drafter.named_parameters()}
+
+
+def unchunked(case, spec):
+    """The same loss in one autograd pass over all slots, nothing chunked, checkpointed or fused."""
+    case.drafter.zero_grad()
+    config = case.config
+    k = config.block_size
+    t = case.tensors
+    caught = []
+    hook = case.drafter.register_forward_hook(lambda module, args, out: caught.append(out))
+    case.loss(spec=spec)
+    hook.remove()
+    hidden = caught[0][0][:-k]
+    draft = torch.arange(k) + config.shift
+    counted = t["run_length"][t["anchors"]].clamp(max=config.n_drafts)
+    counts = (draft >= 1) & (draft <= counted[:, None])
+    label_at = (t["anchors"][:, None] + draft).clamp(max=31)
+    labels, before = t["ids"][label_at].flatten(), (label_at - 1).clamp(min=0).flatten()
+    logits = case.head(hidden)
+    target = case.head(t["target_last_hidden"][before]).detach()
+    extra = 0
+    if config.head == "dspark":
+        embedded = case.drafter.markov_head.markov_w1(t["ids"][before])
+        logits = logits + case.drafter.markov_head.markov_w2(embedded)
+    slots = md.terms_of_logits(logits, target, labels, spec.terms)
+    ce = slots.ce.view(-1, k)
+    weights = md.slot_weights(ce, counts, spec.kind, spec.gamma, first_slot=config.first_slot)
+    if config.head == "dflash2":
+        unary, candidates = logits.topk(16)
+        scores = case.drafter.candidate_selector(hidden, t["ids"][before], candidates, unary)
+        is_label = candidates == labels[:, None]
+        ce = torch.where(is_label.any(1), scores.logsumexp(1) - (scores * is_label).sum(1), 0)
+        kept = torch.minimum(scores.softmax(1), target.softmax(1).gather(1, candidates)).sum(1)
+        extra = spec.selector_terms.ce * ce + spec.selector_terms.tv * (1 - kept)
+    elif spec.confidence:
+        logit = case.drafter.confidence_head(hidden, embedded)
+        alpha = slots.alpha.detach()
+        extra = -spec.confidence * (alpha * nn.functional.logsigmoid(logit)
+                                    + (1 - alpha) * nn.functional.logsigmoid(-logit))
+    loss = (weights.flatten() * (slots.loss + extra) * counts.flatten()).sum()
+    loss.backward()
+    return loss.item(), {name: param.grad.clone() for name, param in case.drafter.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["decay", "dpace"])
+@pytest.mark.parametrize("cap", [None, 20.0])
+@pytest.mark.parametrize("name", ["dflash2_k4", "dspark_b8"])
+def test_all_forms_and_chunk_sizes_give_one_autograd_passs_gradients(name, cap, kind):
+    case = scaled_case(name, cap)
+    spec = case.spec(kind=kind, terms=ALL_TERMS, selector_terms=LossTerms(ce=0.6, tv=0.5))
+    wanted_loss, wanted = unchunked(case, spec)
+    k = case.config.block_size
+    for form in FORMS:
+        for chunk in (k, 3 * k, 128):
+            result, grads = gradients(case, spec._replace(form=form, chunk=chunk))
+            assert result.loss.item() == pytest.approx(wanted_loss, rel=2e-6)
+            for param in wanted:
+                close(grads[param], wanted[param], 5e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_soft_loss_without_a_gradient_is_the_same(case, form):
+    spec = case.spec(form, terms=ALL_TERMS, selector_terms=LossTerms(ce=1.0, tv=1.0))
+    with_grad = case.loss(spec=spec)
+    with torch.no_grad():
+        without = case.loss(spec=spec)
+    for found, wanted in zip(without, with_grad, strict=True):
+        if wanted is not None:
+            close(found.float(), wanted.detach().float(), 1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_without_a_valid_anchor_has_loss_0_and_no_nan(name, form):
+    case = cached(name)
+    case.drafter.zero_grad()
+    arrays = md.block_arrays(np.zeros(32, np.int64), np.zeros(32, np.int64), np.array([], np.int64), 3,
+                             case.config.block_size, 16, case.config.first_slot, whole_blocks=True)
+    batch = case.batch()._replace(anchors=torch.from_numpy(arrays[0]), starts=torch.from_numpy(arrays[1]),
+                                  counted=torch.from_numpy(arrays[2]), slots=torch.from_numpy(arrays[3]))
+    result = case.loss(batch, case.spec(form))
+    result.loss.backward()
+    assert result.loss.item() == 0 and result.weight.item() == 0 and not result.matches.any()
+    for param in case.drafter.parameters():
+        assert param.grad is None or not param.grad.any()
+    case.drafter.zero_grad()
+
+
+def test_the_gradient_of_nla_is_exact_where_the_distributions_hardly_meet():
+    """alpha 4e-5: a difference of two numbers near 1 would be off by a percent of the gradient."""
+    logits = torch.tensor([[0.0, -11.0, -12.0]])
+    target = torch.tensor([[-11.0, 0.0, -13.0]])
+    terms = LossTerms(ce=0.0, nla=1.0)
+    *_, exact = md.terms_with_grad(logits.double(), target.double(), torch.tensor([0]), terms)
+    *_, grad = md.terms_with_grad(logits, target, torch.tensor([0]), terms)
+    torch.testing.assert_close(grad.double(), exact, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("terms", [LossTerms(ce=0, tv=1.0), LossTerms(ce=0, nla=1.0), LossTerms(ce=0, lk=1.0),
+                                   LossTerms(ce=0, kl=1.0), ALL_TERMS], ids=str)
+def test_gradients_are_the_slopes_of_the_values(terms):
+    """Finite differences in fp64, no two probabilities tied. lk's share is a constant of its gradient."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(3, 7, generator=generator, dtype=torch.float64)
+    target = torch.randn(3, 7, generator=generator, dtype=torch.float64)
+    labels = torch.tensor([0, 3, 6])
+    *_, grad = md.terms_with_grad(logits, target, labels, terms)
+    share = torch.exp(-3 * torch.minimum(logits.softmax(1), target.softmax(1)).sum(1))
+
+    def value(at):
+        p, q = at.softmax(1), target.softmax(1)
+        ce = -at.log_softmax(1).gather(1, labels[:, None])[:, 0]
+        tv = 0.5 * (p - q).abs().sum(1)
+        kl = (q * (q.log() - p.log())).sum(1)
+        nla = -(1 - tv).log()
+        return (terms.ce * ce + terms.tv * tv + terms.kl * kl + terms.nla * nla
+                + terms.lk * (share * kl + (1 - share) * tv))
+
+    step = 1e-6
+    for v in range(7):
+        moved = torch.zeros(3, 7, dtype=torch.float64)
+        moved[:, v] = step
+        slope = (value(logits + moved) - value(logits - moved)) / (2 * step)
+        torch.testing.assert_close(grad[:, v], slope, atol=1e-7, rtol=1e-5)
+
+
+def test_a_soft_loss_makes_one_chunk_of_logits_at_a_time():
+    """M 64, chunk 8, V 1000, both forms; whole logits would be 64,000 elements."""
+    from test_model import cost_of
+    head = Head(nn.Linear(8, 1000, bias=False).requires_grad_(False))
+    last = torch.randn(64, 8)
+    for form in FORMS:
+        spec = LossSpec("decay", 4.0, form, 8, terms=ALL_TERMS)
+
+        def loss(hidden, spec=spec):
+            inputs = md.SlotInputs(hidden, torch.arange(64), torch.arange(64), last)
+            return md.chunked_terms(inputs, head, spec, 16).loss
+
+        biggest, kept = cost_of(loss, torch.randn(64, 8).requires_grad_())
+        assert biggest <= 8 * 1000 and kept < 8 * 1000, (form, biggest, kept)
+
+
+# --------------------------------------------------------------------------------------------- what sees what
+
+def config_of(head, **changes):
+    sizes = {"dflash2": dict(conv_taps=2, conv_group=8, selector_rank=4, selector_top_k=5),
+             "dspark": dict(markov_rank=4, confidence=True)}.get(head, {})
+    base = dict(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+                vocab_size=61, block_size=4, mask_token_id=60, target_layer_ids=(1, 3), num_target_layers=6,
+                layer_types=("full_attention",) * 2, head=head)
+    return md.DrafterConfig(**base | sizes | changes)
+
+
+def random_drafter(config, seed=1):
+    drafter = md.Drafter(config, attend_dense)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in drafter.parameters():
+            spread = torch.randn(param.shape, generator=generator)
+            param.copy_(1 + 0.3 * spread if param.dim() == 1 else 0.15 * spread)
+    return drafter
+
+
+class Row:
+    """A packed row of two conversations, all supervised, with a loss on the target's distribution."""
+
+    def __init__(self, config, seed=2):
+        generator = torch.Generator().manual_seed(seed)
+        self.config = config
+        self.drafter = random_drafter(config)
+        self.embed = nn.Embedding.from_pretrained(torch.randn(61, 32, generator=generator))
+        linear = nn.Linear(32, 61, bias=False).requires_grad_(False)
+        linear.weight.copy_(torch.randn(61, 32, generator=generator))
+        self.head = Head(linear)
+        run_length = np.concatenate([np.arange(19, -1, -1), np.arange(19, -1, -1)])
+        anchors = np.array([3, 8, 9, 20, 21, 29])
+        start = np.repeat([0, 20], 20)
+        arrays = md.block_arrays(start, run_length, anchors, 7, config.block_size, 2 * config.block_size,
+                                 config.first_slot, whole_blocks=True)
+        self.anchors = anchors.tolist()
+        self.batch = md.Batch(
+            torch.randn(1, 40, 96, generator=generator), torch.randint(0, 60, (40,), generator=generator),
+            torch.arange(40) % 20, *(torch.from_numpy(array) for array in arrays))
+        self.spec = LossSpec("decay", 4.0, "checkpoint", 2 * config.block_size,
+                             terms=LossTerms(ce=1.0, tv=1.0), confidence=float(config.confidence))
+
+    @torch.no_grad()
+    def hidden(self, batch=None):
+        """(N, K, D)."""
+        caught = []
+        hook = self.drafter.register_forward_hook(lambda module, args, out: caught.append(out))
+        batch = self.batch if batch is None else batch
+        self.result = md.row_loss(self.drafter, self.embed, self.head, batch, 0, dense_mask, self.spec)
+        hook.remove()
+        return caught[0].view(7, self.config.block_size, -1)
+
+
+@pytest.mark.parametrize("k", [4, 7, 10, 16])
+@pytest.mark.parametrize("head, changes", [
+    ("dflash2", dict(conv_taps=1)), ("dflash2", dict(conv_taps=2)), ("dflash2", dict(conv_taps=3)),
+    ("dspark", {})])
+def test_nothing_from_the_anchor_on_reaches_its_block(head, changes, k):
+    row = Row(config_of(head, block_size=k, **changes))
+    before = row.hidden()
+    for n, anchor in enumerate(row.anchors):
+        ids = row.batch.ids.clone()
+        ids[anchor + 1:] = (ids[anchor + 1:] + 7) % 60
+        features = row.batch.target_hidden.clone()
+        features[:, anchor:] += 3.0   # taps from the anchor on
+        features[..., 64:] += 3.0     # the last hidden state everywhere: it is for the loss alone
+        after = row.hidden(row.batch._replace(ids=ids, target_hidden=features))
+        assert torch.equal(before[n], after[n])
+        assert not torch.equal(before[n + 1:-1], after[n + 1:-1]) or n == len(row.anchors) - 1
+
+
+@pytest.mark.parametrize("head, part", [
+    ("dflash2", "candidate_selector"), ("dspark", "markov_head.markov_w1")])
+def test_a_predecessor_moves_the_scores_or_the_bias_of_its_own_slots_alone(head, part):
+    """What the head adds to a slot, (M, ..), before and after one token of the row is another."""
+    row = Row(config_of(head))
+    seen = []
+    row.drafter.get_submodule(part).register_forward_hook(lambda module, args, out: seen.append(out))
+    row.hidden()
+    before = torch.cat(seen)
+    seen.clear()
+    changed = 10  # inside the blocks of anchors 8 and 9
+    ids = row.batch.ids.clone()
+    ids[changed] = (ids[changed] + 1) % 60
+    row.hidden(row.batch._replace(ids=ids))
+    after = torch.cat(seen)
+    slots = row.batch.slots[0]
+    real = slots < 28
+    block, slot = slots // 4, slots % 4
+    anchor = torch.tensor(row.anchors + [0, 0])[block]
+    is_predecessor = (anchor + slot + row.config.shift - 1 == changed) & real
+    moved = (before != after).any(-1)
+    assert torch.equal(moved[real], is_predecessor[real]) and is_predecessor.sum() == 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("head", ["dflash", "dflash2", "dspark"])
+def test_a_drafter_that_says_what_the_target_says_has_no_distance_to_it(head, form):
+    """Hidden states replaced by the target's own, one before the label: an index off by one shows."""
+    row = Row(config_of(head))
+    config = row.config
+    if head == "dspark":
+        with torch.no_grad():
+            row.drafter.markov_head.markov_w2.weight.zero_()
+    before = (torch.tensor(row.anchors + [0])[:, None] + torch.arange(4) + config.shift - 1).clamp(min=0)
+    own = row.batch.target_hidden[0, :, 64:][before].view(1, -1, 32)
+
+    class Perfect(nn.Module):
+        def forward(self, *args):
+            return own
+
+    perfect = Perfect()
+    perfect.config = config
+    for part in ("candidate_selector", "markov_head", "confidence_head"):
+        if hasattr(row.drafter, part):
+            setattr(perfect, part, getattr(row.drafter, part))
+    result = md.row_loss(perfect, row.embed, row.head, row.batch, 0, dense_mask, row.spec._replace(form=form))
+    assert result.tv.item() == pytest.approx(0, abs=1e-5) and result.kl.item() == pytest.approx(0, abs=1e-5)
+    counted = row.batch.counted[0].float()
+    torch.testing.assert_close(result.expected_len, 1 + counted, atol=1e-4, rtol=0)
+    shifted = row.batch._replace(target_hidden=row.batch.target_hidden.roll(1, 1))
+    wrong = md.row_loss(perfect, row.embed, row.head, shifted, 0, dense_mask, row.spec._replace(form=form))
+    assert wrong.tv.item() > 0.3 * wrong.weight.item()
+
+
+# ------------------------------------------------------------------------------------------- without effect
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head", ["dflash2", "dspark"])
+def test_a_fresh_head_changes_no_bit_of_the_backbone(head, dtype):
+    plain = md.Drafter(config_of("dflash"), attend_dense)
+    plain.init_weights(3)
+    headed = md.Drafter(config_of(head), attend_dense)
+    headed.init_weights(3)
+    weights = headed.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in plain.state_dict().items())
+    row = Row(config_of("dflash"))
+    features = row.batch.target_hidden[..., :64].to(dtype)
+    ids = torch.randint(0, 60, (2, 4), generator=torch.Generator().manual_seed(0))
+    embeds = row.embed(ids).view(1, 8, 32).to(dtype)
+    anchors = torch.tensor([5, 30])
+    masks = {"full_attention": dense_mask(torch.tensor([0, 20]), anchors, 40, 4, None)}
+    positions = (anchors[:, None] + torch.arange(4)).flatten()
+    with torch.no_grad():
+        out = [drafter.to(dtype)(features, embeds, torch.arange(40), positions, masks)
+               for drafter in (plain, headed)]
+        assert torch.equal(*out)
+        head_of_target = Head(row.head.linear.to(dtype))
+        for block in out[1].view(2, 4, 32):
+            hidden = block[headed.config.first_slot:]
+            tokens, _ = decoding.draft_tokens(headed, head_of_target, hidden, ids[0, :1], 0.0, None)
+            assert torch.equal(tokens, head_of_target(hidden).argmax(-1))
+            if head == "dspark":
+                biased = head_of_target(hidden) + headed.markov_head.bias(ids[0, :1])
+                assert torch.equal(biased, head_of_target(hidden))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_cross_entropy_alone_is_the_plain_loss_bit_for_bit(form):
+    row = Row(config_of("dflash"))
+    batch = row.batch._replace(target_hidden=row.batch.target_hidden[..., :64])
+    spec = LossSpec("dpace", 4.0, form, 8)
+    grads = []
+    for given in (spec, spec._replace(terms=LossTerms(ce=1.0))):
+        row.drafter.zero_grad()
+        result = md.row_loss(row.drafter, row.embed, row.head, batch, 0, dense_mask, given)
+        result.loss.backward()
+        assert result.tv is None and not given.needs_last("dflash")
+        grads.append([result.loss, *(param.grad for param in row.drafter.parameters())])
+    assert all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------ files
+
+BACKBONE = 58
+KEYS = {"dflash": BACKBONE, "dflash2": BACKBONE + 20 + 3, "dspark": BACKBONE + 4}
+
+
+@pytest.mark.parametrize("head", KEYS)
+def test_saved_tensors_and_a_round_trip(head, tmp_path):
+    """A server does not notice a missing one: key sets are compared, and bytes."""
+    config = config_of(head, num_layers=5, layer_types=("full_attention",) * 5)
+    drafter = random_drafter(config)
+    checkpoints.save_drafter(tmp_path, config, drafter.state_dict())
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert len(names) == KEYS[head] and names == set(drafter.state_dict())
+    parts = {
+        "dflash2": {"layers.4.mlp_conv.base_kernel", "layers.0.attention_conv.kernel_projection.weight",
+                    "candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook",
+                    "candidate_selector.hidden_projection.weight"},
+        "dspark": {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight",
+                   "confidence_head.proj.weight", "confidence_head.proj.bias"}}
+    assert parts.get(head, set()) <= names
+    again, weights = checkpoints.load_drafter(tmp_path)
+    assert again == config
+    other = tmp_path / "again"
+    other.mkdir()
+    checkpoints.save_drafter(other, again, weights)
+    for file in ("model.safetensors", "config.json"):
+        assert (other / file).read_bytes() == (tmp_path / file).read_bytes()
+
+
+def test_config_of_dflash2():
+    plain = checkpoints.config_json(config_of("dflash"))
+    found = checkpoints.config_json(config_of("dflash2", in_block="bidirectional"))
+    assert found["architectures"] == ["DFlash2DraftModel"] and found["is_causal"] is False
+    assert found["dflash_config"] == plain["dflash_config"] | dict(
+        conv_kernel_size=2, conv_group_size=8, selector_rank=4, selector_top_k=5)
+    assert set(found) == set(plain) | {"is_causal"}
+    assert "is_causal" not in checkpoints.config_json(config_of("dflash2"))
+
+
+def test_config_of_dspark():
+    plain = checkpoints.config_json(config_of("dflash"))
+    found = checkpoints.config_json(config_of("dspark", num_anchors=7))
+    new = dict(mask_token_id=60, target_layer_ids=[1, 3], num_anchors=7, markov_rank=4,
+               markov_head_type="vanilla", enable_confidence_head=True, confidence_head_with_markov=True,
+               sample_from_anchor=True)
+    assert found == plain | new | {"architectures": ["Qwen3DSparkModel"]}
+    assert "sample_from_anchor" not in found["dflash_config"] and "is_causal" not in found
+    without = checkpoints.config_json(config_of("dspark", confidence=False))
+    assert without["enable_confidence_head"] is False
+
+
+@pytest.mark.parametrize("name", ["DSparkDraftModel", "DSparkSpeculator", "LlamaForCausalLM"])
+def test_another_architecture_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=name):
+        checkpoints.config_from_json(checkpoints.config_json(config_of("dspark")) | {"architectures": [name]})
+
+
+def test_other_markov_heads_are_refused():
+    with pytest.raises(ValueError, match="gated"):
+        checkpoints.config_from_json(
+            checkpoints.config_json(config_of("dspark")) | {"markov_head_type": "gated"})
+
+
+def test_a_file_of_DeepSpecs_holds_the_targets_tables_too(tmp_path, capsys):
+    config = config_of("dspark")
+    state = random_drafter(config).state_dict()
+    tables = {"embed_tokens.weight": torch.zeros(61, 32), "lm_head.weight": torch.zeros(61, 32)}
+    checkpoints.save_drafter(tmp_path, config, state | tables)
+    _, weights = checkpoints.load_drafter(tmp_path)
+    assert set(weights) == set(state) and "embed_tokens.weight, lm_head.weight" in capsys.readouterr().out
