@@ -516,7 +516,7 @@ class Head(nn.Module):
         logits = (self.linear.weight[tokens] @ hidden[:, :, None])[..., 0]
         if self.linear.bias is not None:
             logits = logits + self.linear.bias[tokens]
-        return cap(logits, self.softcap)
+        return cap(logits if self.scale == 1 else logits * self.scale, self.softcap)
 
 
 def ce_of_chunk(hidden: torch.Tensor, head: Head, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -890,7 +890,7 @@ def load_models(config, data, state, tokenizer, links, n_machines, workers, cloc
     if INIT == "target" and INIT_FROM is None and "adam_step" not in state:
         masters = start.masters_from_target(config, masters, decoder)
     config = replace(config, input_embedding_scale=target.embedding_scale(embed))
-    start.check_target_of_head(config)
+    start.check_target_of_head(config, head.scale)
     target.report_kernels(decoder)
     # FP8 layers look for their kernels now
     with user_error_on(f"TARGET = {TARGET}: can't run", ImportError), clock.part("proof"):
@@ -1091,6 +1091,9 @@ def evaluate_checkpoint():
     """`eval CKPT=...`: tau, held-out loss and acceptance by slot on EVAL_DATA. -> exit code."""
     model, tokenizer, replica = open_checkpoint()
     config = replica.drafter.config
+    require(config.output_multiplier == 1,
+            f"CKPT = {CKPT}: eval can't apply its output_multiplier of {config.output_multiplier}; generate "
+            "can")
     rows = EvalRows(read_conversations("EVAL_DATA", EVAL_DATA, tokenizer, config.vocab_size), SEQ_LEN)
     batches = choose_batches(model.get_decoder(), rows)
     forward = TappedForward(model.get_decoder(), config.target_layer_ids, with_last=needs_last(config))

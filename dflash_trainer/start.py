@@ -163,13 +163,17 @@ def with_head(settings, config: DrafterConfig) -> DrafterConfig:
     return config
 
 
-def check_target_of_head(config: DrafterConfig) -> None:
-    """Servers' classes for DSpark know no scaled embeddings and no capped logits."""
+def check_target_of_head(config: DrafterConfig, logit_scale: float = 1.0) -> None:
+    """Servers' classes for DSpark know no scaled embeddings and no capped logits. A factor on the target's
+    logits changes a selector's scores and what a bias does; a plain drafter's choices stay what they are."""
     scale = config.input_embedding_scale
     softcap = config.final_logit_softcapping
     require(config.head != "dspark" or (scale == 1.0 and softcap is None),
             f"HEAD = 'dspark': this target scales its embeddings ({scale:.4g}) or caps its logits "
             f"({softcap}), which no server does for such drafters: use dflash2")
+    require(config.head == "dflash" or logit_scale == 1.0,
+            f"HEAD = {config.head!r}: this target multiplies its logits by {logit_scale:.4g}, which no "
+            "server does for such drafters: use dflash")
 
 
 # ---- devices and machines
