@@ -12,7 +12,7 @@ from flex_utils import EMPTY, FULL, PARTIAL, TILE, block_mask, dense_mask, tile_
 PAD = None  # a padding block: no anchor
 
 
-def truth(conversation, anchors, k, window):
+def truth(conversation, anchors, k, window, bidirectional=False):
     """conversation: id of each token of the row; anchors: row indices or PAD -> (Q, KV) bool. Design
     3.1, 3.3, 3.5."""
     s, n = len(conversation), len(anchors)
@@ -24,7 +24,12 @@ def truth(conversation, anchors, k, window):
                 if a is not PAD and kv < a and conversation[kv] == conversation[a]:
                     row[kv] = window is None or kv >= a + slot - (window - 1)
             for other in range(k):  # own block only: full layers see all of it, sliding ones max(0, k-W+1)..k
-                row[s + b * k + other] = window is None or max(0, slot - window + 1) <= other <= slot
+                if window is None:
+                    row[s + b * k + other] = True
+                elif bidirectional:
+                    row[s + b * k + other] = abs(other - slot) < window
+                else:
+                    row[s + b * k + other] = max(0, slot - window + 1) <= other <= slot
     return torch.tensor(rows)
 
 
@@ -112,6 +117,19 @@ def test_dense_mask_and_tiles_of_random_packed_rows(row):
     want, (start, anchor) = truth(conversation, anchors, k, window), tensors(conversation, anchors)
     assert torch.equal(dense_mask(start, anchor, len(conversation), k, window), want)
     check_tiles(tile_states(start, anchor, len(conversation), k, window), want, len(conversation))
+
+
+@pytest.mark.parametrize("row", range(len(ROWS)))
+def test_masks_that_are_bidirectional_in_the_block(row):
+    """is_causal false: sliding layers see later slots of their block, too; full layers see what they saw."""
+    conversation, anchors, k, window = ROWS[row]
+    want, (start, anchor) = truth(conversation, anchors, k, window, True), tensors(conversation, anchors)
+    n = len(conversation)
+    assert torch.equal(dense_mask(start, anchor, n, k, window, True), want)
+    check_tiles(tile_states(start, anchor, n, k, window, True), want, n)
+    mask = block_mask(start, anchor, n, k, window, True)
+    q, kv = torch.arange(want.shape[0])[:, None], torch.arange(want.shape[1])[None, :]
+    assert torch.equal(mask.mask_mod(0, 0, q, kv), want)
 
 
 def check_tiles(state, want, s):
