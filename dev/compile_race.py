@@ -10,7 +10,7 @@ storm()              `gate`, then nothing at all as a control: every thread meet
   cold_run()         a fresh process with empty compile caches: a warm cache hides the race
     child()          Race: a thread per device, started at random moments, until all are done or one failed
       DrafterWorker  the project's own Drafter and row_loss on random rows
-      TargetWorker   a small Qwen3.5-type model with random weights, compiled around its mixers
+      TargetWorker   a small Qwen3.5-type model with random weights, its parts compiled as the trainer does
 
 flex_attention has no backward on the CPU. There this tool alone drops flex's device check, compiles with the
 backend aot_eager, and gives each drafter its own number of heads: one cache entry per thread, as GPUs have.
@@ -42,6 +42,7 @@ import flex_utils
 import model_drafter as md
 from dflash_trainer import settings
 from dflash_trainer.checkpoints import commit
+from dflash_trainer.compiled_target import CompiledParts
 from dflash_trainer.errors import require
 from dflash_trainer.features import TappedForward
 
@@ -306,14 +307,15 @@ class TargetWorker(Worker):
         from transformers import Qwen3_5TextConfig, Qwen3_5TextModel
         config = Qwen3_5TextConfig(
             vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=4, head_dim=64,
-            num_attention_heads=4, num_key_value_heads=2, linear_num_key_heads=2, linear_num_value_heads=4,
+            num_attention_heads=4, num_key_value_heads=2, linear_num_key_heads=4, linear_num_value_heads=4,
             linear_key_head_dim=64, linear_value_head_dim=64)
         decoder = Qwen3_5TextModel(config).eval().requires_grad_(False).to(device, self.dtype)
-        for layer in decoder.layers:  # around the mixers, whose kernels stay as they are
-            for part in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
-                part.forward = race.compiled(part.forward, self.name)
-        # captures run alone in the gate, as the trainer's; without a gate CUDA would refuse them
-        self.forward = TappedForward(decoder, TAPS) if race.gated else decoder
+        owner = self.name if race.fix == "gate" else "all"
+        kernel = None if race.cuda else delta_rule_on_cpu
+        self.parts = CompiledParts(decoder, owner, print, race.backend, kernel=kernel)
+        self.n_kinds = len(self.parts.parts)
+        # its checks and captures run alone in the gate; without one they would fail by themselves
+        self.forward = TappedForward(decoder, TAPS, print, self.parts) if race.gated else decoder
 
     def size(self, shape):
         """-> (batch, length)"""
@@ -330,6 +332,14 @@ class TargetWorker(Worker):
         ids = torch.randint(256, size, generator=self.generator).to(self.device)
         with self.race.around_step("target", self.done == 0, self.device, size):
             self.forward(ids)
+        if len(self.parts.parts) < self.n_kinds:  # a crash while compiling would be one reason
+            raise RuntimeError(f"only {', '.join(self.parts.parts) or 'no parts'} remain compiled")
+
+
+def delta_rule_on_cpu(query, key, value, **how):
+    """Stands in for flash-linear-attention's kernel, which needs a GPU."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+    return torch_chunk_gated_delta_rule(query, key, value, **how)
 
 
 def kind_of(error):
