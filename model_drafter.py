@@ -279,7 +279,7 @@ ZERO_AT_FIRST = ("kernel_projection.weight", "successor_codebook", "markov_w2.we
 
 
 def weight_as_used(module: nn.Module | None) -> torch.Tensor | None:
-    """The weight that a target's Linear or norm multiplies with; None where it has none, or keeps it quantised.
+    """The weight that a target's Linear or norm multiplies with; None where there is none or it is quantised.
     Some families' norms multiply with 1 + weight: what a norm makes of ones tells."""
     weight = getattr(module, "weight", None)
     if weight is None or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -288,7 +288,7 @@ def weight_as_used(module: nn.Module | None) -> torch.Tensor | None:
 
 
 def copy_part(own: nn.Module, theirs: nn.Module | None) -> bool:
-    """Weights of a target's attention or MLP into the drafter's, if each Linear has one of its shape there."""
+    """Weights of a target's attention or MLP into the drafter's, if each Linear has one of its shape."""
     modules = {} if theirs is None else dict(theirs.named_modules())
     weights = {}
     for name, module in own.named_modules():
@@ -551,8 +551,8 @@ def ce_and_grad(logits: torch.Tensor, labels: torch.Tensor,
 
 def ce_and_grad_in_place(logits: torch.Tensor,
                          labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """ce_with_grad of fp32 logits without a cap, the same bits. Uncompiled, that one makes eight tables of the
-    logits' size, which on a CPU costs more than either product of the head."""
+    """ce_with_grad of fp32 logits without a cap, the same bits. Uncompiled, that one makes eight tables of
+    the logits' size, which on a CPU costs more than either product of the head."""
     lse = logits.logsumexp(-1)
     correct = logits.argmax(-1) == labels
     label_column = labels[:, None]

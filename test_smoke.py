@@ -71,8 +71,19 @@ def what_the_drafter_gets(batch: md.Batch) -> tuple[list, list, torch.Tensor]:
         return torch.zeros(1, embeds.shape[1], 8, requires_grad=True)
 
     drafter.config = md.DrafterConfig(
-        hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, vocab_size=64,
-        block_size=4, mask_token_id=MASK, target_layer_ids=(1,), num_target_layers=4, layer_types=(FULL,))
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        vocab_size=64,
+        block_size=4,
+        mask_token_id=MASK,
+        target_layer_ids=(1,),
+        num_target_layers=4,
+        layer_types=(FULL,),
+    )
 
     def embed(ids):  # the embedding of a token is its id
         return ids[..., None].float()

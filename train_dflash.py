@@ -426,8 +426,8 @@ class Replica:
     """One drafter in the compute dtype, with the target's embedding and head. One thread uses it."""
 
     def __init__(self, index, config, device, embed, head, weights, compile=None, precision="bf16"):
-        """weights: by published name, any dtype. compile: None for what COMPILE and the device say. precision:
-        of its products, see DRAFTER_PRECISION."""
+        """weights: by published name, any dtype. compile: None for what COMPILE and the device say.
+        precision: of its products, see DRAFTER_PRECISION."""
         self.index = index
         self.device = device
         self.embed = embed

@@ -40,12 +40,14 @@ def write_conversations(path):
 
 
 def timed(name, work):
-    """Seconds on the wall, and of all threads together: other programs on the machine lengthen the first alone."""
+    """Seconds on the wall, and of all threads together: other programs lengthen the first alone."""
     began = time.perf_counter()
     used = time.process_time()
     result = work()
-    print(f"{name}: {time.perf_counter() - began:.2f} s, {time.process_time() - used:.2f} s of processor time",
-          flush=True)
+    print(
+        f"{name}: {time.perf_counter() - began:.2f} s, {time.process_time() - used:.2f} s of processor time",
+        flush=True,
+    )
     return result
 
 

@@ -13,9 +13,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dflash_trainer import settings  # noqa: E402
-from dflash_trainer.features import TargetBatches, choose_target_batches  # noqa: E402
-from dflash_trainer.rows import pack  # noqa: E402
+from dflash_trainer import settings
+from dflash_trainer.features import TargetBatches, choose_target_batches
+from dflash_trainer.rows import pack
 
 LENGTHS: str | None = None                     # file of lengths
 SEQ_LENS: list[int] = [4096, 16384]            # S

@@ -21,9 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import tiny_jobs
 import torch
 from safetensors.torch import load_file
+
+import tiny_jobs
 
 TIMEOUT_S = 110
 LEARNING = (

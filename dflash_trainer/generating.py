@@ -31,7 +31,7 @@ def load_generator(target: str, device: str, seed: int) -> tuple[PreTrainedModel
 
 def generate(model: PreTrainedModel, prompts: Sequence[list[int]], max_new_tokens: int, temperature: float,
              top_p: float) -> list[tuple[list[int], bool]]:
-    """Prompts -> (new ids with the end of turn, whether it ended by itself) for each, in one left-padded batch."""
+    """Prompts -> (new ids and end of turn, whether it ended by itself) each, in one left-padded batch."""
     config = model.generation_config
     width = max(map(len, prompts))
     padding = [width - len(prompt) for prompt in prompts]

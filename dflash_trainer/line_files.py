@@ -1,4 +1,4 @@
-"""JSONL files that a killed program leaves whole: one write a line, one writer, a torn last line is removed."""
+"""JSONL files that a killed program leaves whole: one write a line, one writer, a torn last line goes."""
 import fcntl
 import json
 from pathlib import Path
@@ -8,8 +8,8 @@ from dflash_trainer.errors import UserError
 
 
 def open_lines(path: str | Path, setting: str) -> tuple[BinaryIO, list]:
-    """A file for append_line and the lines that it holds. UserError, naming the setting, where another process
-    writes it, or a line isn't JSON."""
+    """A file for append_line and the lines that it holds. UserError, naming the setting, where another
+    process writes it, or a line isn't JSON."""
     name = f"{setting} = {path}"
     try:
         file = open(path, "a+b")  # noqa: SIM115

@@ -65,7 +65,7 @@ def load_tokenizer(target: str) -> PreTrainedTokenizerBase | None:
 
 
 def end_tokens(target: str, tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, ...]:
-    """The tokens at which the target stops, by its config.json and generation_config.json: they end its turns."""
+    """The tokens at which the target stops, by config.json and generation_config.json: its turns' ends."""
     if tokenizer is None:
         return ()
     ids = set()

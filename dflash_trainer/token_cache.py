@@ -159,8 +159,8 @@ def texts_of(prepared: list) -> list[str]:
 
 
 def tokenise_files(files: list[Path], what: str, settings: Settings) -> Iterator[Results]:
-    """Yields what becomes of all rows, in order. While the tokenizer's threads encode some rows, this thread renders
-    the next ones: no other process has to start, and more cores are never slower."""
+    """Yields what becomes of all rows, in order. While the tokenizer's threads encode some rows, this thread
+    renders the next ones: no other process has to start, and more cores are never slower."""
     tokeniser = Tokeniser(settings)
     size = sum(file.stat().st_size for file in files)
     with (tqdm(total=size, unit="B", unit_scale=True, desc=f"tokenising {what}", mininterval=2,

@@ -1,13 +1,13 @@
 """What the tests of the trainer share: tiny targets, data files, runs of main() here and in child processes.
 
-    random_target() / plus_one_target()   directories for transformers: a Llama, tokenizer, chat template
-    tiny_config()                         sizes of a drafter that needs no target
-    data_file()                           JSONL of token ids that go up by one
-    train() / run_main()                      main(argv) in this process; constants are set back, no thread left
-    WatchdogClock                         for what must not depend on how fast the machine is
-    start() / Child                       main(argv) in a child of a server that has imported the trainer once
-    fail_at(), put_nan(), delay_calls()         faults put into the trainer from outside
-    losses(), weights(), assert_same()    what a run left behind
+random_target() / plus_one_target()   directories for transformers: a Llama, tokenizer, chat template
+tiny_config()                         sizes of a drafter that needs no target
+data_file()                           JSONL of token ids that go up by one
+train() / run_main()                      main(argv) in this process; constants are set back, no thread left
+WatchdogClock                         for what must not depend on how fast the machine is
+start() / Child                       main(argv) in a child of a server that has imported the trainer once
+fail_at(), put_nan(), delay_calls()         faults put into the trainer from outside
+losses(), weights(), assert_same()    what a run left behind
 """
 import atexit
 import functools
@@ -31,24 +31,25 @@ for folder in (str(ROOT), str(ROOT / "tests")):
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-import transformers  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-import train_dflash as trainer  # noqa: E402
-import model_drafter as md  # noqa: E402
-from model_drafter import DrafterConfig  # noqa: E402
-from dflash_trainer import checkpoints, settings  # noqa: E402
+import model_drafter as md
+import train_dflash as trainer
+from dflash_trainer import checkpoints, settings
+from model_drafter import DrafterConfig
 
 transformers.utils.logging.disable_progress_bar()
 
 VOCAB, LAYERS = 64, 4
 PAD, BOS, EOS, MASK, START, USER, ASSISTANT, FIRST_WORD = range(8)  # token ids; words w7..w63 follow
-FIELDS = ("step loss accept_len lr grad_norm tokens_per_s step_ms wait_ms target_wait_ms reduce_ms queue "
-          "mem_gib skipped bad_rows").split()  # design, section 4
+FIELDS = [  # design, section 4
+    "step", "loss", "accept_len", "lr", "grad_norm", "tokens_per_s", "step_ms", "wait_ms", "target_wait_ms",
+    "reduce_ms", "queue", "mem_gib", "skipped", "bad_rows"]
 TIMED = {"tokens_per_s", "step_ms", "wait_ms", "target_wait_ms", "reduce_ms", "queue", "mem_gib"}
 DEFAULTS = settings.values(trainer)
 HANG_S = 600  # what takes longer hangs: how fast the machine is decides no test

@@ -1,4 +1,4 @@
-"""Imports go down only: dev and tools -> train_dflash (dev alone) -> dflash_trainer -> model_drafter, flex_utils."""
+"""Imports go down: dev, tools -> train_dflash (dev alone) -> dflash_trainer -> model_drafter, flex_utils."""
 import ast
 from pathlib import Path
 
@@ -17,7 +17,18 @@ MAY_IMPORT = {
 }
 SHARED = {"bench_rig", "tiny_jobs"}  # in dev/, no programs: what several programs there use
 # inside the library, lower ones first: a module imports those before it alone
-LAYERS = ["errors", "settings", "chat_lines", "data_files", "answer_mask", "token_cache", "rows", "features", "target", "decoding"]
+LAYERS = [
+    "errors",
+    "settings",
+    "chat_lines",
+    "data_files",
+    "answer_mask",
+    "token_cache",
+    "rows",
+    "features",
+    "target",
+    "decoding",
+]
 
 
 def imported(path):

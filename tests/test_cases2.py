@@ -1,4 +1,4 @@
-"""Templates and rows that broke public trainers: for each line of tests/data/cases2, what is supervised or why not."""
+"""Templates and rows that broke public trainers: what is supervised in a line of tests/data/cases2."""
 import json
 import shutil
 
@@ -149,8 +149,11 @@ def test_what_is_rendered_grows_linearly_with_the_turns(monkeypatch):
         answers = finder(tokenizer, {})
         inner = answers.template.render
         count = []
-        monkeypatch.setattr(answers.template, "render",
-                            lambda *a, inner=inner, count=count, **k: count.append(inner(*a, **k)) or count[-1])
+        monkeypatch.setattr(
+            answers.template,
+            "render",
+            lambda *a, inner=inner, count=count, **k: count.append(inner(*a, **k)) or count[-1],
+        )
         text, found = answers.find(token_cache.parse_row({"messages": messages[:2 * turns_]}))
         assert len(found) == turns_
         written.append(sum(map(len, count)) / len(text))
@@ -172,7 +175,11 @@ def test_one_array_is_as_good_as_lines(tmp_path):
     assert len(got) == 2 and [bad["line"] for bad in got.bad_rows] == [2, 4]
     (tmp_path / "torn.json").write_text(json.dumps(array)[:-60])
     got, _ = read(tmp_path / "torn.json", "array")
-    assert len(got) == 2 and [bad["line"] for bad in got.bad_rows] == [3] and "damaged" in got.bad_rows[0]["reason"]
+    assert (
+        len(got) == 2
+        and [bad["line"] for bad in got.bad_rows] == [3]
+        and "damaged" in got.bad_rows[0]["reason"]
+    )
 
 
 def three_kinds(tmp_path):
@@ -229,7 +236,9 @@ def test_the_date_that_a_template_writes_is_the_same_every_day(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
     settings = token_cache.Settings(tokenizer, 8192, {}, 10**6)
     finder = token_cache.AnswerFinder(tokenizer, settings.template_kwargs)
-    text, _ = finder.find(token_cache.parse_row(json.loads((FOLDER / "date.jsonl").read_text().splitlines()[0])))
+    text, _ = finder.find(
+        token_cache.parse_row(json.loads((FOLDER / "date.jsonl").read_text().splitlines()[0]))
+    )
     assert tokenizer.decode(first[0].ids.tolist()) == text and "Today Date: 01 Jan 2026" in text
     other = token_cache.AnswerFinder(tokenizer, {"strftime_now": "2025-07-04"})
     text, _ = other.find(token_cache.parse_row({"prompt": "a", "response": "b c"}))

@@ -12,12 +12,11 @@ import transformers
 from torch import nn
 
 from common import batch_of, loss_of_row, tiny_config
-from flex_utils import attend_dense, dense_mask
-from model_drafter import (Drafter, Head, LossSpec, walk)
-from dflash_trainer.decoding import (speculative_generate)
-from dflash_trainer import checkpoints
-from dflash_trainer import decoding
+from dflash_trainer import checkpoints, decoding
+from dflash_trainer.decoding import speculative_generate
 from dflash_trainer.features import Taps
+from flex_utils import attend_dense, dense_mask
+from model_drafter import Drafter, Head, LossSpec, walk
 
 VOCAB, HIDDEN, K = 61, 32, 4
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -357,7 +356,7 @@ def test_the_walk_over_a_row_gives_the_clients_numbers(beside_the_client):
 
 
 def test_answers_that_differ_are_told_with_the_targets_own_margin():
-    """Where rounding can decide, the two logits are near each other; a fault of ours would show as a wide gap."""
+    """Where rounding can decide, the two logits are close; a fault of ours would leave a wide gap."""
     target, prompt = target_of("llama"), prompts()[1]
     plain = torch.tensor(greedy(target, prompt, 8))
     other = plain.clone()

@@ -12,10 +12,12 @@ import torch
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
-import demo_target  # noqa: E402
+import demo_target
 
-TEXT = ("Hello, world! It's  a test:\n\tindented    text (naïve café, 你好, 🙂) and don't_snake_case camelCase\n"
-        "def f(x):\n    return x ** x  # done\n")
+TEXT = (
+    "Hello, world! It's  a test:\n\tindented    text (naïve café, 你好, 🙂) and don't_snake_case camelCase\n"
+    "def f(x):\n    return x ** x  # done\n"
+)
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"},
         {"role": "user", "content": "Bye"}]
 CHATML = ("<|im_start|>system\n"

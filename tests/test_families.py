@@ -3,16 +3,16 @@ without loss. What differs is real: q/k norms, scaled embeddings, tied heads, ex
 import json
 from contextlib import nullcontext
 
-import common
 import pytest
 import torch
 import transformers
-from common import EOS, MASK, PAD, VOCAB
 
+import common
 import train_dflash as td
+from common import EOS, MASK, PAD, VOCAB
 from dflash_trainer import (
     checkpoints,
-    decoding,  # noqa: E402
+    decoding,
 )
 from dflash_trainer import target as target_files
 from dflash_trainer.features import TappedForward

@@ -1,5 +1,6 @@
 """Nothing is lost: dead threads, wrong settings, signals, kill -9, damaged checkpoints, full disks."""
 import errno
+import itertools
 import json
 import os
 import random
@@ -19,13 +20,35 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 
-from dflash_trainer import errors  # noqa: E402
 import common
 import train_dflash as trainer
-from dflash_trainer import checkpoints, workers
-from common import (EOS, VOCAB, assert_same, complete, data_file, eval_lines, fail_at, log_lines, metrics,
-                    metrics_text, no_leftovers, plus_one_target, random_target, scratch, start, train_ok,
-                    threads, train, until, untimed)
+from common import (
+    EOS,
+    VOCAB,
+    assert_same,
+    complete,
+    data_file,
+    eval_lines,
+    fail_at,
+    log_lines,
+    metrics,
+    metrics_text,
+    no_leftovers,
+    plus_one_target,
+    random_target,
+    scratch,
+    start,
+    threads,
+    train,
+    train_ok,
+    until,
+    untimed,
+)
+from dflash_trainer import (
+    checkpoints,
+    errors,
+    workers,
+)
 
 SHAPE = dict(ROWS_PER_STEP=2, STEPS=8, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=3)
 
@@ -97,7 +120,9 @@ def test_out_of_memory_names_the_gpu_that_is_full(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: card)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda i: (90 + i) * 2**30)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    named = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 5 has a total capacity of")
+    named = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 9 GiB. GPU 5 has a total capacity of"
+    )
     assert "out of memory on cuda:5: peak 95.00 of 96.00 GiB" in errors.out_of_memory(named)
     assert "cuda:3: peak 93.00 of" in errors.out_of_memory(torch.OutOfMemoryError("CUDA is full"))
     assert errors.out_of_memory(RuntimeError("shapes differ")) is None
@@ -134,15 +159,25 @@ WRONG = {
     "falling taps": (dict(TARGET_LAYER_IDS="2,0"), "TARGET_LAYER_IDS", "[2, 0]"),
     "too few layers": (dict(TARGET_LAYER_IDS=None), "TARGET_LAYER_IDS", "4 layers"),
     "no target": (dict(TARGET="/nowhere/model"), "TARGET", "/nowhere/model", "no such directory"),
-    "no model of this name": (dict(TARGET="nobody/nothing"), "TARGET", "nobody/nothing", "not a directory here"),
+    "no model of this name": (
+        dict(TARGET="nobody/nothing"),
+        "TARGET",
+        "nobody/nothing",
+        "not a directory here",
+    ),
     "negative seed": (dict(SEED=-1), "SEED", "-1"),
     "negative temperature": (dict(TEMPERATURE=-1), "TEMPERATURE", "-1"),
     "no data": (dict(DATA="/nowhere/train.jsonl"), "DATA", "/nowhere/train.jsonl"),
     "no eval data": (dict(EVAL_DATA="/nowhere/eval.jsonl", EVAL_EVERY=2), "EVAL_DATA", "/nowhere/eval.jsonl"),
     "no checkpoint": (dict(RESUME="/nowhere/step_1"), "RESUME", "/nowhere/step_1"),
     "no initial drafter": (dict(INIT_FROM="/nowhere/drafter"), "INIT_FROM", "/nowhere/drafter"),
-    "drafters without rows": (dict(ROWS_PER_STEP=1, DRAFTER_DEVICES="cpu,cpu"), "ROWS_PER_STEP", "1", "2",
-                              "DRAFTER_DEVICES"),
+    "drafters without rows": (
+        dict(ROWS_PER_STEP=1, DRAFTER_DEVICES="cpu,cpu"),
+        "ROWS_PER_STEP",
+        "1",
+        "2",
+        "DRAFTER_DEVICES",
+    ),
     "no such device": (dict(DRAFTER_DEVICES="cuda:99"), "DRAFTER_DEVICES", "cuda:99", "cpu"),
     "no such kind": (dict(TARGET_DEVICES="gpu"), "TARGET_DEVICES", "gpu", "cpu"),
     "layer types": (dict(LAYER_TYPES="full_attention"), "LAYER_TYPES", "DRAFT_LAYERS", "1", "2"),
@@ -199,7 +234,9 @@ def test_generate_needs_a_tokenizer_with_a_template(tmp_path, capfd, undisturbed
     one_line(capfd, f"TARGET = {target}", "no tokenizer with a chat template")
 
 
-@pytest.mark.parametrize("tool", ["dev/ablation.py", "tools/plot_metrics.py", "tools/random_target.py", "tools/regenerate.py"])
+@pytest.mark.parametrize(
+    "tool", ["dev/ablation.py", "tools/plot_metrics.py", "tools/random_target.py", "tools/regenerate.py"]
+)
 def test_a_tool_shows_what_it_is_for(tool, tmp_path):
     done = subprocess.run([sys.executable, str(common.ROOT / tool), "--help"], text=True, cwd=tmp_path,
                           capture_output=True)
@@ -289,7 +326,12 @@ def test_no_python_headers(tmp_path, monkeypatch, capfd, before_data):
 @pytest.mark.parametrize("unbuffered", ["1", ""])
 def test_a_reader_that_leaves_early(tmp_path, unbuffered):
     """`inspect | head -1`"""
-    argv = [sys.executable, str(common.ROOT / "train_dflash.py"), "inspect", *common.arguments(tmp_path / "o")]
+    argv = [
+        sys.executable,
+        str(common.ROOT / "train_dflash.py"),
+        "inspect",
+        *common.arguments(tmp_path / "o"),
+    ]
     env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
     process.stdout.close()
@@ -354,7 +396,7 @@ def test_size_of_a_checkpoint_and_host_memory_are_said(tmp_path, monkeypatch, ca
 
 
 def _hang_after(rows, speed=1):
-    """The target makes `rows` rows, then hangs. From then on the watchdog's clock goes `speed` times as fast."""
+    """The target makes `rows` rows, then hangs; then the watchdog's clock is `speed` times as fast."""
     inner, count, hung = trainer.target_features, [0], []
 
     def hang_here(*args):
@@ -391,13 +433,16 @@ def test_a_demo_clears_its_folder_but_not_under_another_run(tmp_path, capsys):
         (tmp_path / name).touch()
     (tmp_path / "latest").symlink_to("step_00000001")
     with trainer.checkpoints.only_run_in(tmp_path):
-        with pytest.raises(errors.UserError, match="in use by another run"):
-            with trainer.checkpoints.only_run_in(tmp_path, clear=True):
-                pass
+        another = trainer.checkpoints.only_run_in(tmp_path, clear=True)
+        with pytest.raises(errors.UserError, match="in use by another run"), another:
+            pass
         assert (tmp_path / "latest" / "config.json").exists()
     with trainer.checkpoints.only_run_in(tmp_path, clear=True):
         assert [p.name for p in tmp_path.iterdir()] == [".lock"]
-    assert capsys.readouterr().out == f"OUT = {tmp_path} is cleared, the demo starts anew (another OUT keeps a run, and resumes it)\n"
+    assert (
+        capsys.readouterr().out
+        == f"OUT = {tmp_path} is cleared, the demo starts anew (another OUT keeps a run, and resumes it)\n"
+    )
 
 
 def test_resume_of_a_finished_run_in_another_out_is_refused(tmp_path, capfd, undisturbed):
@@ -405,10 +450,20 @@ def test_resume_of_a_finished_run_in_another_out_is_refused(tmp_path, capfd, und
     one_line(capfd, "RESUME = ", "at step 8 of 8", tmp_path / "new")
 
 
-@pytest.mark.parametrize("name, value, wanted", [
-    ("SEQ_LEN", "4096", "int"), ("LR", (6e-4,), "float"), ("TARGET_LAYER_IDS", [1.5, 3], "list[int] | None"),
-    ("TARGET_DEVICES", "cpu", "list[str]"), ("RESUME", True, "str"), ("CHAT_TEMPLATE_KWARGS", None, "a dict such as {'name': False}"),
-    ("COMPILE", 1, "True or False"), ("EPOCHS", True, "int"), ("OUT", "", "name a directory")])
+@pytest.mark.parametrize(
+    "name, value, wanted",
+    [
+        ("SEQ_LEN", "4096", "int"),
+        ("LR", (6e-4,), "float"),
+        ("TARGET_LAYER_IDS", [1.5, 3], "list[int] | None"),
+        ("TARGET_DEVICES", "cpu", "list[str]"),
+        ("RESUME", True, "str"),
+        ("CHAT_TEMPLATE_KWARGS", None, "a dict such as {'name': False}"),
+        ("COMPILE", 1, "True or False"),
+        ("EPOCHS", True, "int"),
+        ("OUT", "", "name a directory"),
+    ],
+)
 def test_edited_constants_are_checked(monkeypatch, name, value, wanted):
     monkeypatch.setattr(trainer, name, value)
     with pytest.raises(errors.UserError, match=rf"^{name} = ") as error:
@@ -430,7 +485,7 @@ def test_a_stalled_run_says_where_it_hangs_and_ends(tmp_path):
 
 
 def signal_at(monkeypatch, number, call, name="micro_step"):
-    """The signal comes during the call-th micro-step, and no later one goes on before it is heard. -> [calls]"""
+    """The signal comes during the call-th micro-step; no later one goes on before it is heard. -> [calls]"""
     inner, count, lock = getattr(trainer, name), [0], threading.Lock()
     heard, hear = threading.Event(), workers.Workers.on_signal
     if signal.getsignal(number) == signal.SIG_IGN:
@@ -484,7 +539,9 @@ def test_nohup_is_respected(tmp_path, monkeypatch, undisturbed):
 
 def test_a_signal_in_a_long_evaluation_ends_it(tmp_path, monkeypatch):
     """Step 4's, of 60 rows: it is not waited for, and the resumed run makes it."""
-    settings = dict(SHAPE, EVAL_EVERY=4, SAVE_EVERY=100, EVAL_DATA=data_file("eval", 60, 40, seed=1), **threads(2, 2))
+    settings = dict(
+        SHAPE, EVAL_EVERY=4, SAVE_EVERY=100, EVAL_DATA=data_file("eval", 60, 40, seed=1), **threads(2, 2)
+    )
     base = train_ok(tmp_path / "base", **settings)
     with monkeypatch.context() as patch:
         calls = signal_at(patch, signal.SIGTERM, 60 + 20, "evaluate_row")
@@ -551,7 +608,10 @@ def test_kill_9_at_five_random_instants_changes_nothing(tmp_path):
     for _ in range(5):
         seen = len(metrics_text(out))
         child = start(out, _seven_steps, **settings)
-        until(lambda: len(metrics_text(out)) > seen or child.process.exitcode is not None)
+
+        def moved_or_ended(seen=seen, child=child):
+            return len(metrics_text(out)) > seen or child.process.exitcode is not None
+        until(moved_or_ended)
         time.sleep(rng.uniform(0, 0.1))
         os.kill(child.pid, signal.SIGKILL)
         assert child.code() == -signal.SIGKILL, child.text()[-3000:]
@@ -775,9 +835,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch, u
             in_time.append(reached.wait(100))
         return write(out, step, *args)
 
-    def counted(optimizer, *args, count=[0]):
-        count[0] += 1
-        if count[0] == 7:
+    n_updates = itertools.count(1)
+
+    def counted(optimizer, *args):
+        if next(n_updates) == 7:
             reached.set()
         update(optimizer, *args)
     monkeypatch.setattr(checkpoints, "write_checkpoint", slow_write)
@@ -977,8 +1038,9 @@ def test_half_a_line_of_metrics_does_not_stop_a_resume(tmp_path, undisturbed, ta
 def _die_beside(name, stuck):
     """Target 0 dies at row 8 while the thread `stuck` is in `name` for long, as in a compile."""
     is_stuck = threading.Event()
+    inner = getattr(trainer, name)
 
-    def hung(*args, inner=getattr(trainer, name)):
+    def hung(*args):
         row = args[3 if name == "micro_step" else 1]
         if threading.current_thread().name == stuck and row.index >= 2:  # past its first step
             is_stuck.set()

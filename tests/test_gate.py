@@ -11,13 +11,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from dflash_trainer import workers  # noqa: E402
-import flex_utils
-from flex_utils import Gate, attend_flex, block_mask, worker_compile_settings
-from dflash_trainer.devices import check_pairs, transfer
 import common
+import flex_utils
 import train_dflash
+from dflash_trainer import workers
+from dflash_trainer.devices import check_pairs, transfer
 from dflash_trainer.machines import SingleMachine
+from flex_utils import Gate, attend_flex, block_mask, worker_compile_settings
 
 PATIENCE = common.HANG_S  # seconds after which a thread counts as hung
 
@@ -280,7 +280,7 @@ def test_lock_before_gate_never_deadlocks():
 
     def cold():
         time.sleep(0.02)
-        for step in range(20):
+        for _ in range(20):
             with gate.first_step(), gate.work("train", 1):
                 time.sleep(0.0005)
         cold_left[0] -= 1

@@ -2,9 +2,9 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
-import shutil
 import subprocess
 import sys
 import time
@@ -15,9 +15,22 @@ import pytest
 import torch
 
 import common
+from common import (
+    Child,
+    arguments,
+    assert_same,
+    data_file,
+    distance,
+    eval_lines,
+    log_lines,
+    losses,
+    scratch,
+    threads,
+    train_ok,
+    until,
+    untimed,
+)
 from dflash_trainer import machines, workers
-from common import (Child, arguments, assert_same, data_file, distance, eval_lines, log_lines, losses, scratch,
-                    train_ok, threads, until, untimed)
 
 WHOLE = dict(ROWS_PER_STEP=4, STEPS=6, EVAL_EVERY=3, SAVE_EVERY=2, KEEP=9)
 HALF = dict(WHOLE, ROWS_PER_STEP=2)
@@ -51,7 +64,9 @@ def together(*settings, setup=None, setup_args=()):
 
 def pair(out, elsewhere, setup=None, setup_args=(), **settings):
     """Two machines; the second one's OUT is a folder that must stay away."""
-    return together(dict(settings, out=out), dict(settings, out=elsewhere), setup=setup, setup_args=setup_args)
+    return together(
+        dict(settings, out=out), dict(settings, out=elsewhere), setup=setup, setup_args=setup_args
+    )
 
 
 def end_well(children):
@@ -78,7 +93,9 @@ def test_two_machines_are_one_with_twice_the_rows(one_machine, two_machines):
     assert distance(two_machines / "latest", one_machine / "latest") < 1e-5
     assert distance(one_machine / "step_00000006", one_machine / "step_00000002") > 0.02
     for ours, theirs in zip(log_lines(two_machines), log_lines(one_machine), strict=True):
-        assert ours["lr"] == theirs["lr"] and ours["accept_len"] == pytest.approx(theirs["accept_len"], abs=0.1)
+        assert ours["lr"] == theirs["lr"] and ours["accept_len"] == pytest.approx(
+            theirs["accept_len"], abs=0.1
+        )
 
 
 def test_held_out_rows_are_dealt_and_added_up(one_machine, two_machines):
@@ -210,9 +227,16 @@ def boxes(arguments, **env):
     """`bash run.sh node` on two machines, as a user types it -> the two processes."""
     env = {**os.environ, "PYTHON": sys.executable, "NNODES": "2", "MASTER_ADDR": "127.0.0.1",
            "MASTER_PORT": str(free_port()), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(common.HANG_S), **env}
-    return [subprocess.Popen(["bash", str(common.ROOT / "run.sh"), "node", *arguments], text=True,
-                             env={**env, "NODE_RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-            for rank in (0, 1)]
+    return [
+        subprocess.Popen(
+            ["bash", str(common.ROOT / "run.sh"), "node", *arguments],
+            text=True,
+            env={**env, "NODE_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in (0, 1)
+    ]
 
 
 def test_run_sh_node_under_torchrun_stops_by_sigterm(tmp_path):
@@ -241,9 +265,13 @@ def test_run_sh_node_says_what_is_missing(tmp_path):
 def test_run_sh_demo_hands_a_signal_on(tmp_path, number):
     """To the shell alone, as a service manager sends it: the run saves and ends, and the shell with it."""
     out = tmp_path / "o"
-    shell = subprocess.Popen(["bash", str(common.ROOT / "run.sh"), "demo", *arguments(out, **LONG)], text=True,
-                             env={**os.environ, "PYTHON": sys.executable}, stdout=subprocess.PIPE,
-                             stderr=subprocess.STDOUT)
+    shell = subprocess.Popen(
+        ["bash", str(common.ROOT / "run.sh"), "demo", *arguments(out, **LONG)],
+        text=True,
+        env={**os.environ, "PYTHON": sys.executable},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     try:
         started(out)
         shell.send_signal(number)
@@ -256,5 +284,11 @@ def test_run_sh_demo_hands_a_signal_on(tmp_path, number):
 
 def test_run_sh_refuses_an_unknown_mode_before_it_installs(tmp_path):
     copy = shutil.copy(common.ROOT / "run.sh", tmp_path / "run.sh")
-    done = subprocess.run(["bash", copy, "trian"], text=True, capture_output=True, env={"PATH": os.environ["PATH"]})
-    assert done.returncode == 1 and "mode 'trian' is unknown" in done.stderr and not (tmp_path / ".venv").exists()
+    done = subprocess.run(
+        ["bash", copy, "trian"], text=True, capture_output=True, env={"PATH": os.environ["PATH"]}
+    )
+    assert (
+        done.returncode == 1
+        and "mode 'trian' is unknown" in done.stderr
+        and not (tmp_path / ".venv").exists()
+    )

@@ -93,7 +93,9 @@ def table(counts, indices):
 def tables(mask):
     """{name: table} for partial and full tiles, seen from queries (forward) and from keys (backward)."""
     for indices in (mask.kv_indices, mask.full_kv_indices, mask.q_indices, mask.full_q_indices):
-        assert indices.is_contiguous()  # the kernels step through a row with stride 1, whatever the strides say
+        assert (
+            indices.is_contiguous()
+        )  # the kernels step through a row with stride 1, whatever the strides say
     return {
         "partial": table(mask.kv_num_blocks, mask.kv_indices),
         "full": table(mask.full_kv_num_blocks, mask.full_kv_indices),

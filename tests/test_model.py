@@ -15,13 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from dflash_trainer import decoding  # noqa: E402
 import model_drafter as md
 from common import batch_of, loss_of_row
 from common import tiny_config as config
+from dflash_trainer import (
+    checkpoints,
+    decoding,
+)
 from flex_utils import attend_dense, dense_mask
 from model_drafter import Drafter, Head, LossSpec, chunked_ce, walk
-from dflash_trainer import checkpoints
 
 CPU = torch.device("cpu")
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -232,7 +234,9 @@ def labels_of_row_loss(slots, k=4):
         linear.bias.copy_(bias)
     out = torch.zeros(1, slots.anchors[0].numel() * k, 8)
     with torch.no_grad():
-        result = loss_of_row(Fake(out, k), nn.Embedding(vocab, 8), Head(linear), None, slots, dense_mask, spec())
+        result = loss_of_row(
+            Fake(out, k), nn.Embedding(vocab, 8), Head(linear), None, slots, dense_mask, spec()
+        )
     return [[int((bias + ce).abs().argmin()) if ce else None for ce in row] for row in result.ce]
 
 
@@ -389,8 +393,19 @@ def decay_reference(hidden, head, softcap, slots):
     """The loop's result for problem(), decay weights with gamma 2."""
     linear = head.linear
     bias = 0.0 if linear.bias is None else linear.bias.double()
-    return reference(hidden.double(), linear.weight.double(), bias, softcap, slots.ids.tolist(), TURNS, ANCHORS,
-                     12, 4, "decay", 2.0)
+    return reference(
+        hidden.double(),
+        linear.weight.double(),
+        bias,
+        softcap,
+        slots.ids.tolist(),
+        TURNS,
+        ANCHORS,
+        12,
+        4,
+        "decay",
+        2.0,
+    )
 
 
 @pytest.mark.parametrize("form", ["checkpoint", "fused"])
@@ -628,7 +643,9 @@ def no_residual(draft, draft_probs, target_probs, generator):
 
 
 def inverted(draft, draft_probs, target_probs, generator):
-    return decoding.accept_sampled(draft, target_probs[:2], torch.cat([draft_probs, target_probs[2:]]), generator)
+    return decoding.accept_sampled(
+        draft, target_probs[:2], torch.cat([draft_probs, target_probs[2:]]), generator
+    )
 
 
 def last_row_residual(draft, draft_probs, target_probs, generator):
@@ -672,14 +689,14 @@ def test_accept_sampled_accepts_all_of_an_equal_drafter():
 FIVE = dict(
     num_layers=5, layer_types=(SLIDING,) * 4 + (FULL,), eos_token_id=[7, 8], bos_token_id=1, rope_theta=1e7
 )
-KEYS = set(
-    """architectures model_type block_size dflash_config num_target_layers layer_types sliding_window
-    use_sliding_window max_window_layers hidden_size intermediate_size num_hidden_layers num_attention_heads
-    num_key_value_heads head_dim hidden_act rms_norm_eps attention_bias attention_dropout initializer_range
-    max_position_embeddings tie_word_embeddings vocab_size dtype torch_dtype bos_token_id eos_token_id
-    pad_token_id
-    rope_theta rope_parameters rope_scaling""".split()
-)
+KEYS = {
+    "architectures", "model_type", "block_size", "dflash_config", "num_target_layers", "layer_types",
+    "sliding_window", "use_sliding_window", "max_window_layers", "hidden_size", "intermediate_size",
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
+    "rms_norm_eps", "attention_bias", "attention_dropout", "initializer_range", "max_position_embeddings",
+    "tie_word_embeddings", "vocab_size", "dtype", "torch_dtype", "bos_token_id", "eos_token_id",
+    "pad_token_id", "rope_theta", "rope_parameters", "rope_scaling",
+}
 FORBIDDEN = {"partial_rotary_factor", "mrope_section", "mrope_interleaved", "causal", "is_causal"}
 
 

@@ -1,6 +1,7 @@
 """Loading the target: what a checkpoint may lack or hold, quantised ones, random weights, kernels, copies."""
 import json
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,7 +77,8 @@ def test_weights_stay_mapped_until_they_move(wrapper):
     """What keeps a second copy out of host memory: a weight of the file's dtype lies in its mapping."""
     model = load(wrapper, {})
     addresses = sorted(p.untyped_storage().data_ptr() for p in model.parameters())
-    mapped = [x.split()[0].split("-") for x in open("/proc/self/maps") if str(wrapper[0]) in x]
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [x.split()[0].split("-") for x in lines if str(wrapper[0]) in x]
     inside = [a for a in addresses if any(int(b, 16) <= a < int(e, 16) for b, e in mapped)]
     assert len(inside) > 0.9 * len(addresses)
 
@@ -192,7 +194,9 @@ def test_installed_kernels_are_said(small, capsys, monkeypatch):
     monkeypatch.setattr(target_files.importlib.util, "find_spec", lambda name: name)
     target_files.report_kernels(decoder)
     line = capsys.readouterr().out
-    assert line == "linear-attention layers: flash-linear-attention is installed; causal-conv1d is installed\n"
+    assert (
+        line == "linear-attention layers: flash-linear-attention is installed; causal-conv1d is installed\n"
+    )
 
 
 def test_targets_without_linear_attention_say_nothing(capsys):
@@ -205,7 +209,7 @@ def test_small_kernels_follow_the_device_and_the_constant(monkeypatch):
     monkeypatch.setattr(flex_utils, "attend_flex", chosen.append)
     for limit, small in ((232448, None), (101376, None), (232448, True), (101376, False)):
         props = types.SimpleNamespace(shared_memory_per_block_optin=limit)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: props)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, props=props: props)
         flex_utils.make_attention(cuda, True, small)
     options = flex_utils.small_kernel_options()
     assert chosen == [None, options, options, None]

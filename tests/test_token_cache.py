@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+
 import train_dflash as td
 from chats import (  # noqa: F401
     CASES,

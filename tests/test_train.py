@@ -13,16 +13,44 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dflash_trainer import decoding  # noqa: E402
 import common
 import model_drafter as md
 import train_dflash as trainer
-from common import (EOS, FIELDS, FIRST_WORD, MASK, assert_same, data_file, delay_calls, distance, eval_lines,
-                    log_lines, losses, metrics, plus_one_target, put_nan, published, random_target, scratch,
-                    start, train_ok, threads, train, untimed, weights)
-from flex_utils import attend_dense
-from dflash_trainer import checkpoints, devices, features, run_log, settings
+from common import (
+    EOS,
+    FIELDS,
+    FIRST_WORD,
+    MASK,
+    assert_same,
+    data_file,
+    delay_calls,
+    distance,
+    eval_lines,
+    log_lines,
+    losses,
+    metrics,
+    plus_one_target,
+    published,
+    put_nan,
+    random_target,
+    scratch,
+    start,
+    threads,
+    train,
+    train_ok,
+    untimed,
+    weights,
+)
+from dflash_trainer import (
+    checkpoints,
+    decoding,
+    devices,
+    features,
+    run_log,
+    settings,
+)
 from dflash_trainer import rows as rows_module
+from flex_utils import attend_dense
 
 EVALUATED = dict(ROWS_PER_STEP=3, STEPS=6, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=9)
 
@@ -193,7 +221,9 @@ def test_log_fields_and_eval_fields(one_and_one):
 
 def test_run_json_holds_versions_and_constants(one_and_one):
     facts = json.loads((one_and_one / "run.json").read_text())
-    assert facts["torch"] == torch.__version__ and facts["constants"].keys() == settings.declared(trainer).keys()
+    assert (
+        facts["torch"] == torch.__version__ and facts["constants"].keys() == settings.declared(trainer).keys()
+    )
     assert facts["constants"]["ROWS_PER_STEP"] == 3
 
 
@@ -209,7 +239,7 @@ def test_first_loss_of_a_random_target_is_ln_v(one_and_one):
 
 
 def test_the_split_that_balances():
-    """A step of 12 rows keeps 5 targets busy for 1 s and 3 drafters for 0.84 s: 5 x 1 / 12 and 3 x 0.84 / 12 s a row."""
+    """12 rows keep 5 targets busy for 1 s and 3 drafters for 0.84 s: 5 x 1 / 12 and 3 x 0.84 / 12 s a row."""
     said = []
     times = run_log.WindowTimes(wall=1.0, evaluation=0, drafters_waited=0.16, first_drafter_waited=0.16,
                                 targets_waited=0, reduce=0)
@@ -218,7 +248,9 @@ def test_the_split_that_balances():
                                       DRAFTER_DEVICES=[f"cuda:{i}" for i in drafters])
         log = types.SimpleNamespace(settings=given, write=said.append)
         run_log.RunLog.advise_split(log, times, n_steps=1)
-    assert said == ["one row costs a target 417 ms and a drafter 210 ms; balanced: 5 targets + 3 drafters (now 5 + 3)"]
+    assert said == [
+        "one row costs a target 417 ms and a drafter 210 ms; balanced: 5 targets + 3 drafters (now 5 + 3)"
+    ]
     # and nothing where a GPU does both
 
 
@@ -260,8 +292,16 @@ def test_the_live_target_accepts_what_was_learnt(learnt):
     drafter = md.Drafter(config, attend_dense)
     drafter.load_state_dict(state)
     prompt = torch.arange(FIRST_WORD, FIRST_WORD + 8)[None]
-    answer, produced = decoding.speculative_generate(drafter, model.get_input_embeddings(), md.Head(model.lm_head), model,
-                                               model.model.layers, prompt, 33, {common.VOCAB})
+    answer, produced = decoding.speculative_generate(
+        drafter,
+        model.get_input_embeddings(),
+        md.Head(model.lm_head),
+        model,
+        model.model.layers,
+        prompt,
+        33,
+        {common.VOCAB},
+    )
     assert answer.tolist() == list(range(FIRST_WORD + 8, FIRST_WORD + 41))
     assert sum(produced) / len(produced) > 0.95 * 4
 
@@ -438,9 +478,14 @@ def test_the_client_counts_what_the_trainer_counts(tmp_path, monkeypatch, capsys
 
 
 def test_answers_of_others_are_warned_about(capsys):
-    """The target says t + 1: its own answers pass in silence, others' are named with the share that it would say."""
-    others = common.write_lines(common.scratch() / "others.jsonl", [
-        {"input_ids": [8 + (7 * i + 3 * j) % 50 for j in range(20)], "loss_mask": [0] * 4 + [1] * 16} for i in range(12)])
+    """The target says t + 1: its own answers pass in silence, others with the share that it would say."""
+    others = common.write_lines(
+        common.scratch() / "others.jsonl",
+        [
+            {"input_ids": [8 + (7 * i + 3 * j) % 50 for j in range(20)], "loss_mask": [0] * 4 + [1] * 16}
+            for i in range(12)
+        ],
+    )
     for data, warned in ((common.data_file(), False), (others, True)):
         out = common.scratch() / f"others_{warned}"
         assert common.train(out, TARGET=common.plus_one_target(), DATA=data, STEPS=1) == 0
@@ -449,13 +494,16 @@ def test_answers_of_others_are_warned_about(capsys):
 
 
 def test_adamw_is_torchs():
-    """Five updates against torch.optim.AdamW in fp64, a skipped one in between; weights follow the masters."""
+    """Five updates against torch.optim.AdamW in fp64, a skipped one between; weights follow the masters."""
     torch.manual_seed(0)
     shapes = (7, 5), (6,)
     masters = [torch.randn(s) for s in shapes]
     truth = [m.double().requires_grad_() for m in masters]
     theirs = torch.optim.AdamW(truth, lr=0.02, betas=(0.9, 0.999), weight_decay=0.0)
-    weights, (first, second) = [m.bfloat16() for m in masters], [[torch.zeros(s) for s in shapes] for _ in "mv"]
+    weights, (first, second) = (
+        [m.bfloat16() for m in masters],
+        [[torch.zeros(s) for s in shapes] for _ in "mv"],
+    )
     count, scale = torch.zeros(()), torch.tensor(3.0)
     for step in range(6):
         grads, skip = [torch.randn(s) for s in shapes], torch.tensor(step == 2)
@@ -479,7 +527,11 @@ def test_held_out_conversations_that_are_trained_on_are_named(tmp_path, capfd, s
     held_out.write_text("\n".join(lines) + "\n")
     common.train_ok(tmp_path / "out", DATA=data, EVAL_DATA=held_out, STEPS=1, EVAL_EVERY=1)
     said = capfd.readouterr().out
-    assert ("WARNING: 3 of 11 different conversations of EVAL_DATA" in said) == same == ("tau will be too optimistic" in said)
+    assert (
+        ("WARNING: 3 of 11 different conversations of EVAL_DATA" in said)
+        == same
+        == ("tau will be too optimistic" in said)
+    )
 
 
 def test_a_server_of_another_user_can_read_the_checkpoint(tmp_path):
@@ -489,7 +541,7 @@ def test_a_server_of_another_user_can_read_the_checkpoint(tmp_path):
 
 
 def test_a_server_that_loads_every_safetensors_finds_the_drafter_alone(tmp_path):
-    """As vLLM 0.32 and SGLang 0.5.23 do: all *.safetensors of the directory, less those that its index leaves out."""
+    """As vLLM 0.32 and SGLang 0.5.23 do: all *.safetensors of the directory but what its index lacks."""
     out = common.train_ok(tmp_path / "out", DATA=data_file("index", 20, 12, 40), STEPS=1)
     latest = out / "latest"
     index = json.loads((latest / "model.safetensors.index.json").read_text())["weight_map"]
@@ -505,7 +557,7 @@ def test_a_server_that_loads_every_safetensors_finds_the_drafter_alone(tmp_path)
 
 @pytest.mark.parametrize("loss, want", [("decay", 3 + 1), ("dpace", 4 + 2)])
 def test_a_step_is_divided_by_its_weights_or_for_dpace_by_its_blocks(loss, want, monkeypatch):
-    """Design 3.6 and 3.10, over all rows of the step; columns: sum of w*ce, sum of w, matches, anchors, bad."""
+    """Design 3.6 and 3.10, over all rows of the step; columns: sum of w*ce, of w, matches, anchors, bad."""
     monkeypatch.setattr(trainer, "LOSS", loss)
     assert trainer.loss_denominator(torch.tensor([[8.0, 3, 2, 4, 0], [4.0, 1, 0, 2, 0]])).item() == want
 
@@ -543,15 +595,17 @@ def test_a_stopwatch_counts_a_span_once_its_device_is_through():
 
 
 def test_tau_is_told_over_passes_over_answers_and_by_source():
-    """By hand, K 4: tokens 2-5 are an answer of source a, tokens 7-8 one of b. The walk of the first accepts one
-    draft at token 2, then one at token 4, where the answer's end leaves 1 token: passes of 2 and 1. The second
-    needs one pass."""
+    """By hand, K 4: tokens 2-5 are an answer of source a, tokens 7-8 one of b. The walk of the first accepts
+    one draft at token 2, then one at token 4, where the answer's end leaves 1 token: passes of 2 and 1. The
+    second needs one pass."""
     run_length = np.array([0, 0, 3, 2, 1, 0, 0, 1, 0])
     row = types.SimpleNamespace(run_length=run_length, doc=np.array([0] * 6 + [1] * 3), sources=["a", "b"])
     correct = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0]])
     given = {"correct": correct, "loss": torch.zeros(()), "weight": torch.ones(())}
     sums = trainer.EvalSums(common.tiny_config())
-    sums.add_row(row, np.array([2, 3, 4, 7]), [md.RowResult(**{**dict.fromkeys(md.RowResult._fields), **given})])
+    sums.add_row(
+        row, np.array([2, 3, 4, 7]), [md.RowResult(**{**dict.fromkeys(md.RowResult._fields), **given})]
+    )
     total = trainer.EvalSums(common.tiny_config())
     for part in (sums, trainer.EvalSums(common.tiny_config())):
         total.add(part)

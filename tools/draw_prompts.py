@@ -2,7 +2,7 @@
 
     python tools/draw_prompts.py TARGET=dir N=50000 OUT=prompts.jsonl DEVICE=cuda:0 BATCH=256
 
-Then: python tools/regenerate.py PROMPTS=prompts.jsonl TARGET=dir. Prompts are all different; one that was cut, or
+Then: python tools/regenerate.py PROMPTS=prompts.jsonl TARGET=dir. All prompts differ; one that was cut, or
 that holds a special token, is not kept. A killed run is resumed by the same command.
 """
 import sys
