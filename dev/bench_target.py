@@ -11,7 +11,8 @@
     drafter     forward, backward and step at 27B shape, bf16 and fp8; gradients against bf16
     long_rows   by SEQ_LEN: target call, hand-off, packing, drafter step, evaluation, memory
 
-Each part stands alone: what fails is one line, its traceback on stderr and in OUT.errors; the rest goes on. What BUDGET_S leaves no time for is named as skipped. Times are medians; weights are random but in `features`.
+Each part stands alone: what fails is one line, its traceback on stderr and in OUT.errors; the rest goes on.
+What BUDGET_S leaves no time for is named as skipped. Times are medians; weights are random but in `features`.
 """
 import json
 import subprocess
@@ -264,12 +265,29 @@ def features(device):
         if not result:
             continue
         eager = eager or result
-        rows.append([name, str(relative_per_tap(result[0], eager[0], len(every))),
-                     str(relative_per_tap(result[0], wanted, len(every))),
-                     f"{(result[1] == eager[1]).float().mean():.4f}", f"{(result[1] == best).float().mean():.4f}"])
-    say(f"\nfeatures of {TARGET.rstrip('/').split('/')[-1]}, {ids.numel()} tokens, taps {list(every)}:\n" + table(
-        ["variant", "relative difference from eager, per tap", "from fp32", "argmax as eager", "argmax as fp32"],
-        rows) + "\n")
+        rows.append(
+            [
+                name,
+                str(relative_per_tap(result[0], eager[0], len(every))),
+                str(relative_per_tap(result[0], wanted, len(every))),
+                f"{(result[1] == eager[1]).float().mean():.4f}",
+                f"{(result[1] == best).float().mean():.4f}",
+            ]
+        )
+    say(
+        f"\nfeatures of {TARGET.rstrip('/').split('/')[-1]}, {ids.numel()} tokens, taps {list(every)}:\n"
+        + table(
+            [
+                "variant",
+                "relative difference from eager, per tap",
+                "from fp32",
+                "argmax as eager",
+                "argmax as fp32",
+            ],
+            rows,
+        )
+        + "\n"
+    )
 
 
 def make_rig(device, **constants):
@@ -290,9 +308,18 @@ def make_replica(rig, precision, layers="full"):
     weights = {}
     for name, shape in shapes.items():
         is_norm = len(shape) == 1
-        weights[name] = torch.ones(shape, device=device) if is_norm else torch.randn(shape, device=device) * 0.02
-    replica = td.Replica(0, config, device, replica_of(rig.embed, device), replica_of(rig.head, device), weights,
-                         precision=precision)
+        weights[name] = (
+            torch.ones(shape, device=device) if is_norm else torch.randn(shape, device=device) * 0.02
+        )
+    replica = td.Replica(
+        0,
+        config,
+        device,
+        replica_of(rig.embed, device),
+        replica_of(rig.head, device),
+        weights,
+        precision=precision,
+    )
     return replica, td.Optimizer(replica, weights, 1)
 
 
@@ -349,9 +376,24 @@ def drafter(device):
     theirs = attempt("specforge", their_step, device, rig, batches)
     for row in rows:
         row.append(f"{row[2] / theirs:.3f}" if theirs else "-")
-    say("\ndrafter, all-full layers:\n" + table(
-        ["precision", "forward+backward ms", "step ms", "peak GiB", "first s", "loss", "gradients against bf16",
-         "of SpecForge's step"], rows) + (f"\nSpecForge 0.2.0: step {theirs:.1f} ms" if theirs else "") + "\n")
+    say(
+        "\ndrafter, all-full layers:\n"
+        + table(
+            [
+                "precision",
+                "forward+backward ms",
+                "step ms",
+                "peak GiB",
+                "first s",
+                "loss",
+                "gradients against bf16",
+                "of SpecForge's step",
+            ],
+            rows,
+        )
+        + (f"\nSpecForge 0.2.0: step {theirs:.1f} ms" if theirs else "")
+        + "\n"
+    )
 
 
 def one_drafter(device, rig, batches, precision, kept):
@@ -394,10 +436,26 @@ def long_rows(device):
         result = attempt(f"SEQ_LEN {seq_len}", one_length, device, decoder, taps, seq_len)
         if result:
             rows.append([str(seq_len), *result])
-    say(f"\nlong rows, one conversation a row for the target (its first {len(decoder.layers)} layers, scaled to 62), "
-        "drafter with sliding layers + 1 full:\n" + table(
-            ["SEQ_LEN", "target call ms", "peak GiB", "hand-off ms", "packing ms a row", "drafter f+b ms",
-             "step ms", "peak GiB", "evaluation of a group ms", "features GiB"], rows) + "\n")
+    say(
+        f"\nlong rows, one conversation a row for the target (its first {len(decoder.layers)} layers, "
+        "scaled to 62), drafter with sliding layers + 1 full:\n"
+        + table(
+            [
+                "SEQ_LEN",
+                "target call ms",
+                "peak GiB",
+                "hand-off ms",
+                "packing ms a row",
+                "drafter f+b ms",
+                "step ms",
+                "peak GiB",
+                "evaluation of a group ms",
+                "features GiB",
+            ],
+            rows,
+        )
+        + "\n"
+    )
 
 
 def some_conversations(n, seq_len):
@@ -457,7 +515,9 @@ def measure():
     say(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}, commit "
         f"{checkpoints.commit()}")
     for part in PARTS:
-        settings.require_one_of("an entry of PARTS", part, ("probe", "target", "features", "drafter", "long_rows"))
+        settings.require_one_of(
+            "an entry of PARTS", part, ("probe", "target", "features", "drafter", "long_rows")
+        )
     for part in PARTS:
         began = time.perf_counter()
         attempt(part, globals()[part], device)
