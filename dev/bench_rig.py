@@ -249,13 +249,13 @@ class Steps:
         self.optimizers = [optimizer for _, optimizer in replicas]
         devices = [replica.device for replica, _ in replicas]
         unused = dict.fromkeys(("schedule", "saver", "target_batches"))
-        silent = types.SimpleNamespace(clock=types.SimpleNamespace(elapsed=float), write=lambda text: None)
+        silent = types.SimpleNamespace(clock=types.SimpleNamespace(elapsed=float), write=lambda *args, **options: None)
         self.run = td.Run(
             workers=Workers(len(replicas)), machines=SlowLink(link_ms, devices),
             gate=flex_utils.Gate(td.FIRST_STEP_LOCK), config=replicas[0][0].drafter.config,
             data=types.SimpleNamespace(horizon=10**6), queues=FixedQueues(batches), log=silent,
             links=Links(frozenset(), direct), decoders=[], replicas=[replica for replica, _ in replicas],
-            optimizers=self.optimizers, reduce_watch=Stopwatch(devices[0]), **unused)
+            optimizers=self.optimizers, reduce_watch=Stopwatch(devices[0]), start_clock=None, **unused)
 
     def step(self, replica, i):
         n_drafters = len(self.run.replicas)
