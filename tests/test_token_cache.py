@@ -82,7 +82,7 @@ def test_a_killed_build_is_not_taken_for_a_whole_one(tmp_path):
     code = (
         "import sys, time\nsys.path[:0] = [sys.argv[1]]\nimport train_dflash as td\nfrom transformers import AutoTokenizer\n"
         "from dflash_trainer import token_cache as tc\nreal, n = tc.Tokeniser.prepare, [0]\n"
-        "def slow(*a):\n    n[0] += 1\n    if n[0] == 300: print('half', flush=True); time.sleep(60)\n    return real(*a)\n"
+        "def slow(*a):\n    n[0] += 1\n    if n[0] == 300: print('half', flush=True); time.sleep(1000)\n    return real(*a)\n"
         "tc.Tokeniser.prepare, td.SEQ_LEN = slow, 512\n"
         "td.read_conversations('DATA', sys.argv[2], AutoTokenizer.from_pretrained(sys.argv[3]), 1000)\n"
     )
