@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import safetensors
 import torch
+import transformers
 from safetensors.torch import load_file
 
 import common
@@ -206,7 +207,7 @@ def test_a_target_whose_weights_are_missing_is_refused(tmp_path, capfd):
 def test_a_gated_or_unreachable_target_says_what_to_do(tmp_path, monkeypatch, capfd, why):
     def refused(name):
         raise OSError(f"{why}\nand more lines")
-    monkeypatch.setattr(trainer.target.AutoConfig, "from_pretrained", refused)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refused)
     assert train(tmp_path / "o", TARGET="owner/gated") == 2
     one_line(capfd, "TARGET = owner/gated", why, "offline", "licence", "hf auth login")
 
