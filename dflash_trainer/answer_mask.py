@@ -64,6 +64,10 @@ class TemplateRefused(BadLine):
     """What a template raised: raise_exception, a missing field."""
 
 
+class TextInside(BadLine):
+    """Words of others stand inside an answer: no way of making a skeleton helps."""
+
+
 # -------------------------------------------------------------------------------------------- rendering
 
 
@@ -393,7 +397,7 @@ class LayoutMaker:
         first = min(own)
         last = max(own)
         if any(self.pieces[number].message != m for number in self.order[first:last + 1]):
-            raise BadLine("mask: other text inside an answer")
+            raise TextInside("mask: other text inside an answer")
         before = len(self.literals[first]) - self.prompt_end(m, first, spliced)
         text_end, end = 0, 0
         if m not in self.chat.cut:
@@ -529,7 +533,7 @@ class LayoutMaker:
 
     def spliced_prompt_end(self, before: str, common: int, tail: str) -> int:
         """The template drops the last answer's thought: the target says it after its prompt."""
-        if common != len(before) or not ONLY_TAGS.fullmatch(tail[common:]):
+        if before[common:].strip() or not ONLY_TAGS.fullmatch(tail[common:]):
             raise missing(next(p for p in self.pieces if p.message == self.last and p.kind == THOUGHT))
         return len(before)
 
@@ -549,8 +553,11 @@ class LayoutMaker:
         ends = self.finder.ends
         blank = len(after) - len(after.lstrip())
         at_once = special.match(after, blank) or ends.match(after, blank)
-        if is_text and at_once and ends.fullmatch(at_once[0]):
-            return blank, at_once.end()
+        run = self.finder.special_run.match(after, blank)
+        if is_text and run:
+            found = ends.search(after, blank, run.end())
+            if found:
+                return blank, found.end()
         if not at_once or not is_text:
             found = ends.search(after) if self.skeleton.way.asked != "shown" or m == self.last else None
             if found and self.skeleton.way.arguments:
@@ -609,6 +616,7 @@ class AnswerFinder:
         specials = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         self.special = any_of(specials | set(tokenizer.all_special_tokens))
         self.ends = any_of({*end_tokens, tokenizer.eos_token or ""})
+        self.special_run = re.compile(f"(?:{self.special.pattern}|{self.ends.pattern})+")
         self.layouts = {}
 
     def find(self, chat: Chat) -> tuple[str, list[Stretch]]:
@@ -628,6 +636,8 @@ class AnswerFinder:
                 continue
             try:
                 return self.placed(chat, text, way)
+            except TextInside:
+                raise
             except BadLine as e:
                 reasons.append(e)
         raise reasons[0]
@@ -668,13 +678,11 @@ class AnswerFinder:
         body = body.rstrip()
         end_of_body = len(prompt) + len(body)
         closing = text[spans[-1][1]:]
-        out = []
-        for stretch in stretches:
-            if stretch.start >= spans[-1][0]:
-                shift = end_of_body - spans[-1][1]
-                stretch = Stretch(stretch.turn, len(prompt), stretch.text_end + shift, stretch.end + shift)
-            out.append(stretch)
-        return prompt + body + closing, out
+        if stretches and stretches[-1].end >= spans[-1][1]:  # it may have a weight of 0
+            turn, _, text_end, end = stretches.pop()
+            shift = end_of_body - spans[-1][1]
+            stretches.append(Stretch(turn, len(prompt), text_end + shift, end + shift))
+        return prompt + body + closing, stretches
 
 
 def any_of(words: Iterable[str]) -> re.Pattern:
