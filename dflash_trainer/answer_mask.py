@@ -1,20 +1,21 @@
-"""Chats -> text and the stretches of it that the assistant said.
+r"""Chats -> text and the stretches of it that the assistant said.
 
     AnswerFinder.find(chat) -> (text, [Stretch])     in characters of the text that the chat template makes
     mask_tokens(ids, offsets, stretches)             -> turn number of each token
 
-How: the conversation is rendered once more as a *skeleton*, in which every text is replaced by a numbered mark.
-The skeleton says what the template writes between the texts, and walking the real text along it says where each
-one stands. What the target itself emits around its texts (channel names, <tool_call>, its end of turn) follows
-from two more renderings: of the prompt before an answer, and of the conversation that ends with it.
+How: the conversation is rendered once more as a *skeleton*, in which every text is replaced by a numbered
+mark. The skeleton says what the template writes between the texts, and walking the real text along it says
+where each one stands. What the target itself emits around its texts (channel names, <tool_call>, its end of
+turn) follows from two more renderings: of the prompt before an answer, and of the conversation that ends with
+it.
 
     skeleton   <|im_start|>user\n[0]<|im_end|>\n<|im_start|>assistant\n[1]<|im_end|>\n
     text       <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n
     said                                                              ^^^^^^^^^^^^^^^^
 
-Conversations of the same shape share a skeleton: what was learnt from one is kept (Layout), so most need a single
-rendering. One rule decides what is refused: every piece of an assistant's message (its text, each call with name
-and arguments, the last answer's thought) stands in the text as often as it was said, in its place.
+Conversations of the same shape share a skeleton: what was learnt from one is kept (Layout), so most need a
+single rendering. One rule decides what is refused: every piece of an assistant's message (its text, each call
+with name and arguments, the last answer's thought) stands in the text as often as it was said, in its place.
 """
 import functools
 import json
@@ -30,7 +31,9 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from dflash_trainer.chat_lines import THOUGHT_KEYS, BadLine, Chat
 from dflash_trainer.errors import UserError
 
-OPEN, CLOSE = "\ufdd0", "\ufdd1"  # around a mark's number: Unicode noncharacters, meant for a program's own use
+# around a mark's number: Unicode noncharacters, meant for a program's own use
+OPEN = "\ufdd0"
+CLOSE = "\ufdd1"
 MARK = re.compile(f"{OPEN}(\\d+){CLOSE}")
 PROBE = f"{OPEN}{10 ** 9}{CLOSE}"
 EMPTY_BLOCK = re.compile(r"([<\[◁]\W?)(\w+)(\W?[>\]▷])\s*\1/\2\3\s*")  # such as <think>\n\n</think>\n\n
@@ -76,14 +79,15 @@ class ChatTemplate:
 
     def __init__(self, tokenizer, template_kwargs: dict):
         if tokenizer is None or not tokenizer.chat_template:
-            raise UserError("TARGET: has no tokenizer with a chat template; input_ids + loss_mask rows need none")
+            raise UserError("TARGET: has no tokenizer with a chat template; input_ids + loss_mask rows need "
+                            "none")
         self.tokenizer = tokenizer
         date = template_kwargs.get("strftime_now", TEMPLATE_DATE)
         try:
             day = datetime.fromisoformat(date)
         except (TypeError, ValueError):
-            raise UserError(f"CHAT_TEMPLATE_KWARGS: strftime_now = {date!r}: a date such as 2026-01-31 is expected"
-                            ) from None
+            raise UserError(f"CHAT_TEMPLATE_KWARGS: strftime_now = {date!r}: a date such as 2026-01-31 is "
+                            "expected") from None
         self.variables = {**tokenizer.special_tokens_map, **template_kwargs, "strftime_now": day.strftime}
 
         self.sources = {}
@@ -94,9 +98,10 @@ class ChatTemplate:
             self.sources[has_tools] = self.tokenizer.get_chat_template(None, [{}] if has_tools else None)
         return self.sources[has_tools]
 
-    def render(self, messages: list, tools: list | None, prompt: bool = False, blocks: list | None = None) -> str:
-        """The text of a conversation, with the generation prompt if `prompt`. `blocks` gets the (start, end) of
-        what stands between {% generation %} tags. What a template raises is the row's fault: BadLine."""
+    def render(self, messages: list, tools: list | None, prompt: bool = False,
+               blocks: list | None = None) -> str:
+        """The text of a conversation, with the generation prompt if `prompt`. `blocks` gets the (start, end)
+        of what stands between {% generation %} tags. What a template raises is the row's fault: BadLine."""
         template = _compile_jinja_template(self.source(bool(tools)))
         data = {
             "messages": [with_thoughts(message) for message in messages],
@@ -114,8 +119,8 @@ class ChatTemplate:
             raise TemplateRefused(f"chat template: {reason[:200]}") from None
 
     def rendered(self, chat: Chat) -> tuple[Chat, str]:
-        """-> (the chat with arguments as the template takes them, its text). Objects first, then JSON text: some
-        templates concatenate it, some print an object as Python does."""
+        """-> (the chat with arguments as the template takes them, its text). Objects first, then JSON text:
+        some templates concatenate it, some print an object as Python does."""
         calls = [call for message in chat.messages for call in message.get("tool_calls", ())]
         if not calls:
             return chat, self.render(chat.messages, chat.tools)
@@ -177,8 +182,8 @@ WAYS = Way("whole", True), Way("parts", True), Way("shown", True), Way("whole", 
 class Skeleton:
     """Messages whose texts are replaced by marks.
 
-    In answers, white space at the ends and the template's own tags stay as they are, so a template that strips,
-    or that looks for </think>, treats the skeleton as it treats the text.
+    In answers, white space at the ends and the template's own tags stay as they are, so a template that
+    strips, or that looks for </think>, treats the skeleton as it treats the text.
     """
 
     def __init__(self, messages: list, tags: re.Pattern, way: Way):
@@ -209,7 +214,8 @@ class Skeleton:
         return out
 
     def parts(self, text: str, number: int, kind: str, thought_end: int = 0) -> str:
-        """Text with its parts between the template's tags replaced; those before `thought_end` are a thought."""
+        """Text with its parts between the template's tags replaced; those before `thought_end` are a
+        thought."""
         parts = self.tags.split(text)
         at = 0
         for n, part in enumerate(parts):
@@ -221,8 +227,8 @@ class Skeleton:
         return "".join(parts)
 
     def end_of_thought(self, content: str) -> int:
-        """Where a thought at the beginning of a content ends: <think>...</think>, or ...</think> where the prompt
-        has opened it. 0 if there is none, or the template knows no such tags."""
+        """Where a thought at the beginning of a content ends: <think>...</think>, or ...</think> where the
+        prompt has opened it. 0 if there is none, or the template knows no such tags."""
         closed = [m for m in self.tags.finditer(content) if THOUGHT_TAG.fullmatch(m[0]) and is_closing(m[0])]
         if not closed:
             return 0
@@ -414,8 +420,8 @@ class LayoutMaker:
     # ---- pieces
 
     def check_pieces(self) -> bool:
-        """BadLine for a piece that isn't there, or there twice. -> whether the last answer's thought has to be
-        put back: it is in its content, and alone is missing."""
+        """BadLine for a piece that isn't there, or there twice. -> whether the last answer's thought has to
+        be put back: it is in its content, and alone is missing."""
         counts = np.bincount(self.order, minlength=len(self.pieces)) if self.order else [0] * len(self.pieces)
         dropped_thoughts = []
         for number, piece in enumerate(self.pieces):
@@ -440,8 +446,8 @@ class LayoutMaker:
         return True
 
     def check_shown_arguments(self):
-        """Arguments that marks can't stand for (numbers, null, true, empty ones): key and value are looked for
-        between a call's name and the next mark that isn't of this call."""
+        """Arguments that marks can't stand for (numbers, null, true, empty ones): key and value are looked
+        for between a call's name and the next mark that isn't of this call."""
         regions = {}
         for m, n, key, value in self.skeleton.shown:
             if (m, n) not in regions:
@@ -457,7 +463,8 @@ class LayoutMaker:
                 raise BadLine(f"the chat template leaves out arguments of tool calls: {shortened(key)}")
 
     def call_text(self, m: int, n: int) -> str:
-        """The text of message m's call n: from the mark before its first one to the next that isn't its own."""
+        """The text of message m's call n: from the mark before its first one to the next that isn't its
+        own."""
         own = [place for number, place in self.first_place.items()
                if self.pieces[number].message == m and self.pieces[number].call == n]
         begin = self.mark_starts[min(own) - 1] if min(own) else 0
@@ -472,8 +479,9 @@ class LayoutMaker:
     # ---- where a turn begins
 
     def prompt_end(self, m: int, first: int, spliced: bool) -> int:
-        """Number of characters of the text before mark `first` that are the prompt of the target's. What follows
-        is its own: <tool_call>, a channel's name, but not an empty block of thoughts that the template adds."""
+        """Number of characters of the text before mark `first` that are the prompt of the target's. What
+        follows is its own: <tool_call>, a channel's name, but not an empty block of thoughts that the
+        template adds."""
         before = self.literals[first]
         key = before, self.shows_empty_block(m)
         if key not in self.headers or m == self.last:
@@ -499,8 +507,8 @@ class LayoutMaker:
             if not ONLY_TAGS.fullmatch(rest):
                 raise BadLine("mask: the text before an answer depends on what follows it")
             if is_last:
-                raise BadLine(f"mask: the last answer does not begin where the target's prompt ends, at {rest!r}: "
-                              "its thought is missing")
+                raise BadLine("mask: the last answer does not begin where the target's prompt ends, at "
+                              f"{rest!r}: its thought is missing")
         return max(common, block)
 
     def prompt_of(self, m: int) -> tuple[str, bool]:
@@ -521,8 +529,8 @@ class LayoutMaker:
         return any(EMPTY_BLOCK.match(text) or THOUGHT_END.match(text) for text in texts)
 
     def added_block(self, before: str, common: int, m: int) -> int:
-        """End of the empty block of thoughts (or of the lone end of one) that a template writes where an answer has
-        no thought, or where it has removed it. 0 if there is none."""
+        """End of the empty block of thoughts (or of the lone end of one) that a template writes where an
+        answer has no thought, or where it has removed it. 0 if there is none."""
         if self.shows_empty_block(m):
             return 0
         for block in EMPTY_BLOCK.finditer(before):
@@ -590,7 +598,8 @@ class LayoutMaker:
     # ---- {% generation %} tags
 
     def between_tags(self, places: list) -> list:
-        """Turns that a template with generation tags has between them: it may leave out what isn't trained on."""
+        """Turns that a template with generation tags has between them: it may leave out what isn't trained
+        on."""
         if not GENERATION.search(self.finder.template.source(bool(self.tools))):
             return places
         blocks = []
@@ -620,8 +629,8 @@ class AnswerFinder:
         self.layouts = {}
 
     def find(self, chat: Chat) -> tuple[str, list[Stretch]]:
-        """A chat -> (its text, what the assistant says in it). BadLine where a piece of an answer isn't in the
-        text, or where it can't be said what the target itself emits: such a mask is never used."""
+        """A chat -> (its text, what the assistant says in it). BadLine where a piece of an answer isn't in
+        the text, or where it can't be said what the target itself emits: such a mask is never used."""
         chat, text = self.template.rendered(chat)
         if OPEN in text or CLOSE in text:
             raise BadLine("mask: the text holds U+FDD0 or U+FDD1, which mark answers here")
@@ -658,10 +667,13 @@ class AnswerFinder:
             stop = spans[last][1]
             stretches.append(Stretch(turn, start, stop + text_end, stop + end))
         if layout.spliced:
-            return self.with_thought(chat, text, stretches, spans)
+            last = len(chat.messages) - 1
+            thought = next(p for p in skeleton.pieces if p.message == last and p.kind == THOUGHT)
+            return self.with_thought(chat, text, stretches, spans, thought)
         return text, stretches
 
-    def with_thought(self, chat: Chat, text: str, stretches: list, spans: list) -> tuple[str, list[Stretch]]:
+    def with_thought(self, chat: Chat, text: str, stretches: list, spans: list,
+                     thought: Piece) -> tuple[str, list[Stretch]]:
         """The last answer as the target says it after its prompt, for a template that drops its thought."""
         prompt = self.template.render(chat.messages[:-1], chat.tools, prompt=True)
         body = chat.messages[-1]["content"]
@@ -674,7 +686,7 @@ class AnswerFinder:
             if prompt.endswith("\n"):
                 body = body.lstrip("\n")
         elif not is_opened and not prompt_opens:
-            raise BadLine("the chat template leaves out the thought before the last answer")
+            raise missing(thought)
         body = body.rstrip()
         end_of_body = len(prompt) + len(body)
         closing = text[spans[-1][1]:]
@@ -694,7 +706,8 @@ def any_of(words: Iterable[str]) -> re.Pattern:
 def mask_tokens(offsets: np.ndarray, stretches: list[Stretch]) -> np.ndarray:
     """Character offsets (n, 2) of tokens -> turn of each, int32 (n,): 0 where the assistant didn't say it.
 
-    A token across a stretch's border is left out: the target, prompted up to that border, splits it differently.
+    A token across a stretch's border is left out: the target, prompted up to that border, splits it
+    differently.
     """
     begin = offsets[:, 0]
     end = offsets[:, 1]

@@ -23,11 +23,11 @@ class BadLine(Exception):
 
 class Chat(NamedTuple):
     """A conversation in the form that chat templates read."""
-    messages: list          # dicts: role, content (text), if given tool_calls, reasoning_content, name, tool_call_id
+    messages: list          # dicts: role, content; if given tool_calls, reasoning_content, name, tool_call_id
     tools: list | None      # JSON schemas
-    argument_texts: list    # for each tool call in order: its arguments as JSON text, the row's own where it had one
+    argument_texts: list    # each tool call's arguments as JSON text, the row's own where it had one
     source: str             # "" if the row has none
-    cut: frozenset          # numbers of messages that a length limit ended: they have no end of turn of their own
+    cut: frozenset          # numbers of messages that a length limit ended: they lack an end of turn
     untrained: frozenset    # numbers of messages with weight 0: context only
 
 

@@ -33,8 +33,9 @@ def has_pyarrow() -> bool:
 
 
 def resolve_files(spec: object, what: str = "DATA", announce: bool = False) -> list[Path]:
-    """A file, folder, glob, list or comma-separated mix of them -> files, each once, those of a folder sorted.
-    UserError for what isn't there or can't be read. `announce`: print which files of a folder are not read."""
+    """A file, folder, glob, list or comma-separated mix of them -> files, each once, those of a folder
+    sorted. UserError for what isn't there or can't be read. `announce`: print which files of a folder are not
+    read."""
     with user_error_on(f"{what} = {spec}: can't be read", OSError):
         files, others = find_files(spec, what)
         for path in files:
@@ -68,8 +69,8 @@ def find_files(spec: object, what: str) -> tuple[list[Path], list[Path]]:
             wrong = "no .jsonl, .json or .parquet in directory" if path.is_dir() else "no such file"
             hint = ""
             if what != "PROMPTS":
-                hint = (f". To make one: bash run.sh tools/regenerate.py PROMPTS=prompts.jsonl TARGET=<model> "
-                        f"OUT={word}")
+                hint = (". To make one: bash run.sh tools/regenerate.py PROMPTS=prompts.jsonl "
+                        f"TARGET=<model> OUT={word}")
             raise UserError(f"{what} = {spec}: {wrong}: {word}{hint}")
         for file in found:
             if file.name.endswith(PARQUET) and not has_pyarrow():
@@ -107,8 +108,8 @@ def open_bytes(path: Path):
 
 
 def kind_of(path: Path) -> str:
-    """"parquet", "array", "object" (one JSON object over several lines) or "lines". UserError for a file that is
-    neither JSON nor parquet."""
+    """"parquet", "array", "object" (one JSON object over several lines) or "lines". UserError for a file that
+    is neither JSON nor parquet."""
     if path.name.endswith(PARQUET):
         return "parquet"
     with open_bytes(path) as file:
@@ -130,13 +131,13 @@ def kind_of(path: Path) -> str:
 
 
 def read_rows(path: Path, bar=None) -> Iterator[tuple[int, object]]:
-    """Yields (line or place from 1, row as it was read) of a file; blank lines are no rows. UserError for a file
-    that can't be read, or that is empty. `bar`: a progress bar over the bytes of the file."""
+    """Yields (line or place from 1, row as it was read) of a file; blank lines are no rows. UserError for a
+    file that can't be read, or that is empty. `bar`: a progress bar over the bytes of the file."""
     try:
         kind = kind_of(path)
         if kind == "object":
-            raise UserError(f"{path}: is one JSON object; a conversation a line (JSONL), or an array of them, is "
-                            "expected")
+            raise UserError(f"{path}: is one JSON object; a conversation a line (JSONL), or an array of "
+                            "them, is expected")
         readers = {"parquet": read_parquet, "array": read_array, "lines": read_lines}
         is_empty = True
         for number, row in readers[kind](path, bar):
@@ -164,7 +165,8 @@ def read_lines(path: Path, bar) -> Iterator[tuple[int, bytes]]:
 
 
 def read_array(path: Path, bar) -> Iterator[tuple[int, object]]:
-    """The elements of one JSON array. What follows a damaged element can't be read: it is the last, and bad."""
+    """The elements of one JSON array. What follows a damaged element can't be read: it is the last, and
+    bad."""
     with open_bytes(path) as file:
         text = file.read().removeprefix(b"\xef\xbb\xbf").decode(errors="surrogateescape")
     size = path.stat().st_size
@@ -178,7 +180,8 @@ def read_array(path: Path, bar) -> Iterator[tuple[int, object]]:
         try:
             row, end = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
-            yield number, BadLine("the array is damaged here: this element is not JSON, what follows is not read")
+            yield number, BadLine("the array is damaged here: this element is not JSON, what follows is not "
+                                  "read")
             return
         if not_json:
             row = BadLine(f"the element has {not_json[0]}, which is not JSON")

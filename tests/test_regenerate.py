@@ -280,7 +280,8 @@ def test_a_file_of_the_users_own_is_not_touched(server, tmp_path):
     for own in (tmp_path / "own.jsonl", tmp_path / "in.jsonl"):
         own.write_bytes((tmp_path / "in.jsonl").read_bytes().rstrip())
         before = own.read_bytes()
-        one_line(call(f"PROMPTS={tmp_path / 'in.jsonl'}", f"OUT={own}", server.url, *QUICK), str(own), "another OUT")
+        result = call(f"PROMPTS={tmp_path / 'in.jsonl'}", f"OUT={own}", server.url, *QUICK)
+        one_line(result, str(own), "another OUT")
         assert own.read_bytes() == before
 
 
@@ -345,7 +346,7 @@ def test_local_batches_equal_one_by_one(regenerate, capsys, tiny, tmp_path):
     tokenizer, model = AutoTokenizer.from_pretrained(tiny), AutoModelForCausalLM.from_pretrained(tiny)
     rows = {row["messages"][0]["content"]: row for row in rows_of(tmp_path / "out")}
     assert set(rows) == set(texts)
-    for text, row in rows.items():
+    for row in rows.values():
         ids = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True,
                                             return_tensors="pt", return_dict=False)
         new = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1]:].tolist()
@@ -415,7 +416,8 @@ def test_prompts_drawn_from_nothing(draw_prompts, regenerate, capsys, tiny, tmp_
 
 def test_whatever_the_trainer_reads_is_a_prompt(regenerate, capsys, tiny, tmp_path):
     out = tmp_path / "out"
-    text = run(regenerate, capsys, tiny, f"PROMPTS={FORMS}", "ROUNDTRIP=False", "MAX_NEW_TOKENS=3", f"OUT={out}")
+    words = f"PROMPTS={FORMS}", "ROUNDTRIP=False", "MAX_NEW_TOKENS=3", f"OUT={out}"
+    text = run(regenerate, capsys, tiny, *words)
     rows = {row["messages"][-2]["content"]: row["messages"] for row in rows_of(out)}
     assert "5 rows" in text and set(rows) == {
         f"Name a {thing}." for thing in ("tree", "river", "hill", "bird", "fish")}
@@ -429,7 +431,8 @@ def test_a_server_gets_arguments_as_text(server, tmp_path):
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {}, "b": None}}}}
     row = {"prompt": None, "tools": json.dumps([tool]), "messages": [
         {"role": "user", "content": "q", "weight": None},
-        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": {"a": 1, "b": None}}},
+        {"role": "assistant", "content": None,
+         "function_call": {"name": "f", "arguments": {"a": 1, "b": None}}},
         {"role": "function", "name": "f", "content": "two"}, {"role": "assistant", "content": "old"}]}
     (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
     code, _, err = call(f"PROMPTS={tmp_path / 'in.jsonl'}", f"OUT={tmp_path / 'out'}", server.url, *QUICK)

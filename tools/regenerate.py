@@ -69,15 +69,16 @@ def check_settings():
         require(globals()[name] >= 0, f"{name} = {globals()[name]}: must be at least 0")
     require(0 < TOP_P <= 1, f"TOP_P = {TOP_P}: must be in (0, 1]")
     require(PROMPTS, "PROMPTS is empty: name a file of prompts")
-    require(not PROMPTS.startswith("none:"), f"PROMPTS = {PROMPTS}: tools/draw_prompts.py has a target write prompts")
+    require(not PROMPTS.startswith("none:"),
+            f"PROMPTS = {PROMPTS}: tools/draw_prompts.py has a target write prompts")
 
 
 # ----------------------------------------------------------------------------------------------- prompts
 
 
 def read_prompts(counts):
-    """key -> row: messages in the form of chat templates, tools and source where given. Rows that are no prompts
-    are printed and counted; repeated prompts are counted."""
+    """key -> row: messages in the form of chat templates, tools and source where given. Rows that are no
+    prompts are printed and counted; repeated prompts are counted."""
     rows = {}
     for path in resolve_files(PROMPTS, "PROMPTS", announce=True):
         for number, row in read_rows(path):
@@ -115,7 +116,8 @@ class Output:
         self.lock = threading.Lock()
         is_strange = os.path.exists(OUT) and os.path.getsize(OUT) and not os.path.exists(OUT + ".state")
         require(not is_strange,
-                f"OUT = {OUT} is there already and was not made by this tool (no {OUT}.state): give another OUT")
+                f"OUT = {OUT} is there already and was not made by this tool (no {OUT}.state): give another "
+                "OUT")
         self.file, rows = open_lines(OUT, "OUT")
         self.state, lines = open_lines(OUT + ".state", "OUT")
         if not rows and len(lines) == 1:  # begun, nothing answered: other settings are welcome
@@ -125,7 +127,8 @@ class Output:
         begun_with = lines[0]["settings"] if lines else decisive
         for name, value in begun_with.items():
             require(value == decisive[name],
-                    f"OUT = {OUT} was begun with {name} = {value!r}, now {decisive[name]!r}: give another OUT")
+                    f"OUT = {OUT} was begun with {name} = {value!r}, now {decisive[name]!r}: give another "
+                    "OUT")
         if not lines:
             append_line(self.state, {"settings": decisive})
         self.done = {row_key({**row, "messages": row["messages"][:-1]}) for row in rows}
@@ -238,8 +241,8 @@ def answer_by_server(rows, output):
     in_a_row = 0
 
     def answer_one(row):
-        """In a thread of the pool. Written and counted before it asks for another row: a kill costs no more answers
-        than there are threads, nor does a server that is gone."""
+        """In a thread of the pool. Written and counted before it asks for another row: a kill costs no more
+        answers than there are threads, nor does a server that is gone."""
         nonlocal in_a_row
         try:
             message, finish_reason = ask_server(row, given_up)
