@@ -136,9 +136,8 @@ run() { exec "$PYTHON" "$@"; }
 # Trains where the devices of the constants exist, else shows the demo.
 either() {
     local rc=0
-    "$PYTHON" train_dflash.py devices "$@" || rc=$?
-    [[ $rc == 0 || $rc == 3 ]] || exit "$rc"
-    [[ $rc != 0 ]] || run train_dflash.py "$@"
+    forwarding "$PYTHON" train_dflash.py if-possible "$@" || rc=$?
+    [[ $rc == 3 ]] || exit "$rc"   # of missing devices alone
     echo "run.sh: running the demo instead (bash run.sh train insists on the devices above)"
     demo "$@"
 }

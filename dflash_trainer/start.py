@@ -179,6 +179,12 @@ def check_target_of_head(config: DrafterConfig, logit_scale: float = 1.0) -> Non
 # ---- devices and machines
 
 
+def quiet_bars() -> None:
+    """transformers' bar is for a terminal: in a file it is a line of a thousand characters."""
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+
+
 def device_names() -> list[str]:
     return ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
 
