@@ -266,7 +266,7 @@ def require_room(keep: int, config: DrafterConfig, out: Path) -> None:
     n_present = len(checkpoints.step_directories(out))  # a run to resume has some already
     wanted_gib = checkpoint_gib * max(1, keep + 2 - n_present)
     print(f"a checkpoint is {checkpoint_gib:.2f} GiB, {keep} newest and the best are kept (KEEP), "
-          f"{free_gib:.2f} GiB free at OUT = {out}")
+          f"{free_gib:.2f} GiB free")
     require(free_gib >= wanted_gib, f"OUT = {out}: {free_gib:.2f} GiB free, KEEP = {keep}, the best "
             f"and one being written need {wanted_gib:.2f}")
     memory_gib = checkpoints.free_memory()

@@ -16,6 +16,7 @@ import json
 import logging
 import re
 import sys
+import textwrap
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
@@ -361,15 +362,25 @@ def verify_target(target: str, model: PreTrainedModel, config: DrafterConfig, co
         print(f"WARNING: TARGET = {target}: hidden states of conversation {number} are not finite (NaN or "
               f"inf) from {where} on; steps with it will be skipped")
     share = agreeing / max(1, n_labels)
-    print(f"proof: taps {tap_ids} equal output_hidden_states; the head reproduces the logits; "
-          f"{share:.3f} of {n_labels} labels equal the target's argmax")
+    print(f"proof: taps {tap_ids} equal output_hidden_states; the head reproduces the logits;\n"
+          f"       {share:.3f} of {n_labels} labels equal the target's argmax")
     if share < 0.8:
         print(f"WARNING: only {100 * share:.0f} % of the labels match the target's own choice (80 % or more "
               "when the answers are its own): expect a lower acceptance. tools/regenerate.py makes the "
               "target's own answers")
     if tokenizer is not None:
-        text = render(conversations[0], tokenizer)[:800]
-        print(f"first conversation, supervised tokens between ⟦ ⟧:\n{text}")
+        text = render(conversations[0], tokenizer)
+        print("first conversation, supervised tokens between ⟦ ⟧:")
+        print(for_screen(text))
+
+
+def for_screen(text: str, n_lines: int = 8, width: int = 90) -> str:
+    """The beginning of a text, wrapped; `inspect` shows whole ones."""
+    lines = []
+    for paragraph in text.splitlines():
+        lines += textwrap.wrap(paragraph, width) or [""]
+    more = ["..."] if len(lines) > n_lines else []
+    return "\n".join(f"  {line}" for line in lines[:n_lines] + more)
 
 
 def first_not_finite(out: ModelOutput) -> str | None:

@@ -34,5 +34,4 @@ def test_a_run_of_the_real_trainer_in_short_lines(tmp_path, capfd):
     assert not [line for line in shown if "NUM_ANCHORS" in line or line.startswith(("torch:", "setting "))]
     assert [line for line in logged if line.startswith("constants: ") and "NUM_ANCHORS=8" in line]
     for line in shown:
-        if line.startswith(("step ", "eval step ", "first rows", "steps ")):
-            assert len(line) <= 80, line
+        assert len(line) <= 100 or str(tmp_path) in line or line.startswith("WARNING: "), line
