@@ -86,6 +86,9 @@ forwarding() {
     return "$rc"
 }
 
+# A row of data/demo_eval.jsonl: never trained on.
+held_out_prompt="Can you provide a code snippet in Python to generate a random 6-sided die roll?"
+
 demo() {
     local out target
     out=$(setting OUT out/demo "$@") target=$(setting TARGET "" "$@")
@@ -95,7 +98,7 @@ demo() {
     fi
     forwarding "$PYTHON" train_dflash.py demo "$@" "TARGET=$target" "OUT=$out"
     "$PYTHON" train_dflash.py generate TARGET_DEVICES=cpu MAX_NEW_TOKENS=64 "$@" "TARGET=$target" \
-        "CKPT=$out/latest" "PROMPT=How can I keep my desk tidy?"   # held out: a row of data/demo_eval.jsonl
+        "CKPT=$out/latest" "PROMPT=$held_out_prompt"
     echo "run.sh: try bash run.sh generate TARGET=$target TARGET_DEVICES=cpu CKPT=$out/latest PROMPT='...'"
 }
 
