@@ -249,7 +249,9 @@ class Steps:
         self.optimizers = [optimizer for _, optimizer in replicas]
         devices = [replica.device for replica, _ in replicas]
         unused = dict.fromkeys(("schedule", "saver", "target_batches"))
-        silent = types.SimpleNamespace(clock=types.SimpleNamespace(elapsed=float), write=lambda *args, **options: None)
+        silent = types.SimpleNamespace(
+            clock=types.SimpleNamespace(elapsed=float), write=lambda *args, **options: None
+        )
         self.run = td.Run(
             workers=Workers(len(replicas)), machines=SlowLink(link_ms, devices),
             gate=flex_utils.Gate(td.FIRST_STEP_LOCK), config=replicas[0][0].drafter.config,
