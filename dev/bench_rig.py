@@ -198,7 +198,7 @@ class Rig:
             weights[name] = torch.ones(shape) if is_norm else torch.randn(shape, device=device) * 0.02
         embed = replica_of(self.embed, device)
         head = replica_of(self.head, device)
-        replica = td.Replica(index, config, device, embed, head, weights)
+        replica = td.Replica(index, config, device, embed, head, weights, precision=td.DRAFTER_PRECISION)
         return replica, td.Optimizer(replica, weights, rows_per_step)
 
 
