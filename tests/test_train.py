@@ -490,7 +490,7 @@ def test_answers_of_others_are_warned_about(capsys):
         out = common.scratch() / f"others_{warned}"
         assert common.train(out, TARGET=common.plus_one_target(), DATA=data, STEPS=1) == 0
         printed = capsys.readouterr().out
-        assert ("WARNING: only 0.00 of the labels" in printed) == warned
+        assert ("WARNING: only 0 % of the labels" in printed) == warned
 
 
 def test_adamw_is_torchs():
@@ -599,7 +599,9 @@ def test_tau_is_told_over_passes_over_answers_and_by_source():
     one draft at token 2, then one at token 4, where the answer's end leaves 1 token: passes of 2 and 1. The
     second needs one pass."""
     run_length = np.array([0, 0, 3, 2, 1, 0, 0, 1, 0])
-    row = types.SimpleNamespace(run_length=run_length, doc=np.array([0] * 6 + [1] * 3), sources=["a", "b"])
+    row = types.SimpleNamespace(
+        run_length=run_length, conversation=np.array([0] * 6 + [1] * 3), sources=["a", "b"]
+    )
     correct = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0]])
     given = {"correct": correct, "loss": torch.zeros(()), "weight": torch.ones(())}
     sums = trainer.EvalSums(common.tiny_config())
