@@ -67,6 +67,10 @@ class TemplateRefused(BadLine):
     """What a template raised: raise_exception, a missing field."""
 
 
+class OthersRewritten(BadLine):
+    """The text of a message that isn't the assistant's can't be followed: another way may do without."""
+
+
 class TextInside(BadLine):
     """Words of others stand inside an answer: no way of making a skeleton helps."""
 
@@ -332,8 +336,9 @@ def walk(text: str, layout: Layout, pieces: list) -> list:
             if text.startswith(form, at) and text.startswith(literal, at + len(form)):
                 break
         else:
-            raise BadLine("mask: the template rewrites a text, or adds words that depend on it: "
-                          f"{shortened(piece.text)}")
+            kind = OthersRewritten if piece.kind == ASKED else BadLine
+            raise kind("mask: the template rewrites a text, or adds words that depend on it: "
+                       f"{shortened(piece.text)}")
         spans.append((at, at + len(form)))
         at += len(form) + len(literal)
     if at != len(text):
@@ -649,7 +654,8 @@ class AnswerFinder:
                 raise
             except BadLine as e:
                 reasons.append(e)
-        raise reasons[0]
+        of_answers = [reason for reason in reasons if not isinstance(reason, OthersRewritten)]
+        raise (of_answers or reasons)[0]
 
     def placed(self, chat: Chat, text: str, way: Way) -> tuple[str, list[Stretch]]:
         skeleton = Skeleton(chat.messages, tags_of(self.template.source(bool(chat.tools))), way)
