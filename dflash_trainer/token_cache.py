@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +30,7 @@ DATA_VERSION = 3       # raise it when a change below changes any token or turn:
 SMALL_FILE = 16 << 20  # bytes; smaller files are known by their content
 ROWS_AT_ONCE = 512     # rows that the tokenizer's own threads share
 SHOW_BAR_FROM = 4 << 20  # bytes of input
+FEW_LINES = 1000       # of fewer lines any share may be malformed
 
 
 class Conversation(NamedTuple):
@@ -182,33 +183,49 @@ def tokenise_files(files: list[Path], what: str, settings: Settings) -> Iterator
 
 
 class Conversations:
-    """The tokens of all conversations, memory-mapped: nothing is read before it is asked for."""
+    """The tokens of all conversations, memory-mapped: nothing is read before it is asked for.
 
-    def __init__(self, directory):
+    lengths, supervised   int64 (n,): tokens of each conversation, and supervised ones
+    offsets               int64 (n + 1,): where each one begins in ids and turn
+    ids, turn             int32, int16: the tokens of all, and the assistant's turns
+    stats                 what build_conversations says
+    fingerprint           of tokens and turns: the same for a copied file
+    bad_rows              {"file", "line", "reason"} of each malformed line
+    """
+
+    def __init__(self, directory: Path):
         self.stats = json.loads((directory / "stats.json").read_text())
-        self.fingerprint = self.stats["fingerprint"]  # of tokens and turns: the same for a copied file
-        self.lengths, self.supervised, self.source_number, self.cut = (
-            np.load(directory / f"{name}.npy") for name in ("lengths", "supervised", "source", "cut"))
+        self.fingerprint = self.stats["fingerprint"]
+        self.lengths = np.load(directory / "lengths.npy")
+        self.supervised = np.load(directory / "supervised.npy")
+        self.source_number = np.load(directory / "source.npy")
+        self.cut = np.load(directory / "cut.npy")
         self.offsets = np.concatenate([[0], np.cumsum(self.lengths)])
-        self.ids, self.turn = (
-            np.memmap(directory / name, kind, "r") if len(self.lengths) else np.zeros(0, kind)
-            for name, kind in (("ids.bin", np.int32), ("turn.bin", np.int16)))
+        self.ids = self.mapped(directory / "ids.bin", np.int32)
+        self.turn = self.mapped(directory / "turn.bin", np.int16)
         self.source_names = json.loads((directory / "sources.json").read_text())
-        self.bad_rows = [json.loads(line) for line in (directory / "bad.jsonl").read_text().splitlines()]
+        bad_lines = (directory / "bad.jsonl").read_text().splitlines()
+        self.bad_rows = [json.loads(line) for line in bad_lines]
 
-    def __len__(self):
+    def mapped(self, path: Path, kind: type) -> np.ndarray:
+        return np.memmap(path, kind, "r") if len(self.lengths) else np.zeros(0, kind)
+
+    def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, i):
-        span, source = slice(self.offsets[i], self.offsets[i + 1]), self.source_names[self.source_number[i]]
+    def __getitem__(self, i: int) -> Conversation:
+        span = slice(self.offsets[i], self.offsets[i + 1])
+        source = self.source_names[self.source_number[i]]
         return Conversation(np.array(self.ids[span]), np.array(self.turn[span]), source, bool(self.cut[i]))
 
 
-def build_conversations(spec, settings, max_bad_share, what="DATA", out=None, tick=lambda: None):
+def build_conversations(spec: object, settings: Settings, max_bad_share: float, what: str = "DATA",
+                        out: str | Path | None = None, tick: Callable[[], object] = lambda: None
+                        ) -> Conversations:
     """Files -> Conversations: tokenised once, then from the cache. UserError for too many malformed lines.
 
-    stats: lines, rows, tokens, supervised, bad, thin (counts), reasons and sources (counts by name).
-    `out`: the run's directory, for bad_rows.jsonl. `tick` is called as lines are done.
+    stats: lines, rows (conversations), tokens, supervised, bad, thin (counts), reasons and sources (counts by
+    name). `out`: the run's directory, for bad_rows.jsonl. `tick` is called as lines are done.
     """
     files = resolve_files(spec, what, announce=True)
     if settings.tokenizer is not None and not settings.tokenizer.is_fast:
@@ -225,25 +242,28 @@ def build_conversations(spec, settings, max_bad_share, what="DATA", out=None, ti
     return conversations
 
 
-def cache_key(files, settings):
+def cache_key(files: list[Path], settings: Settings) -> str:
     """Hash over all that the tokens depend on. A large file is known by its path, size and time of change."""
-    key, t = hashlib.sha256(), settings.tokenizer
+    key = hashlib.sha256()
     for path in files:
         stat = path.stat()
         key.update(repr((str(path.resolve()), stat.st_size)).encode())
         key.update(path.read_bytes() if stat.st_size < SMALL_FILE else str(stat.st_mtime_ns).encode())
     rest = [DATA_VERSION, transformers.__version__, *settings[1:]]
-    if t is not None:
-        rest += [t.backend_tokenizer.to_str(), t.chat_template, t.special_tokens_map, len(t)]
+    tokenizer = settings.tokenizer
+    if tokenizer is not None:
+        rest.append(tokenizer.backend_tokenizer.to_str())
+        rest += [tokenizer.chat_template, tokenizer.special_tokens_map, len(tokenizer)]
     key.update(json.dumps(rest, sort_keys=True, default=str).encode())
     return key.hexdigest()[:24]
 
 
-def build_cache(directory, files, what, settings, tick):
+def build_cache(directory: Path, files: list[Path], what: str, settings: Settings,
+                tick: Callable[[], object]) -> None:
     """Tokenise into a directory of another name, renamed when all is on the disk: never a killed build."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     for left in directory.parent.glob("tokens_*.tmp"):
-        if not locked(left):  # its process was killed
+        if not is_locked(left):  # its process was killed
             shutil.rmtree(left, ignore_errors=True)
     tmp = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
     tmp.mkdir()
@@ -260,7 +280,7 @@ def build_cache(directory, files, what, settings, tick):
         shutil.rmtree(tmp, ignore_errors=True)
 
 
-def locked(tmp):
+def is_locked(tmp: Path) -> bool:
     try:
         with open(tmp / "lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -269,78 +289,103 @@ def locked(tmp):
         return True
 
 
-def write_cache(tmp, results, tick):
+def write_cache(tmp: Path, results: Iterator[Results], tick: Callable[[], object]) -> None:
     """All that Conversations reads. The tokens stream to the disk, in the order of the lines."""
-    rows, numbers, reasons, thin = [], {"": 0}, Counter(), 0
+    table = []            # length, supervised tokens, number of the source, cut, of each conversation
+    sources = {"": 0}     # name -> number
+    reasons = Counter()
+    n_thin = 0
     digest = hashlib.blake2b(digest_size=12)
-    with (open(tmp / "ids.bin", "wb") as ids, open(tmp / "turn.bin", "wb") as turn,
+    with (open(tmp / "ids.bin", "wb") as ids,
+          open(tmp / "turn.bin", "wb") as turn,
           open(tmp / "bad.jsonl", "w") as bad):
-        for used, bad_rows, thin_rows in results:
+        for result in results:
             tick()
-            for c in used:
-                for part, file in ((c.ids, ids), (c.turn, turn)):
-                    file.write(part.tobytes())
-                    digest.update(part.tobytes())
-                number = numbers.setdefault(c.source, len(numbers))
-                rows.append((len(c.ids), np.count_nonzero(c.turn), number, c.cut))
-            bad.writelines(json.dumps(b) + "\n" for b in bad_rows)
-            reasons.update(b["reason"] for b in bad_rows)
-            thin += thin_rows
-    table = np.array(rows, np.int64).reshape(-1, 4)
-    digest.update(table[:, 0].tobytes())
-    kinds = {"lengths": np.int64, "supervised": np.int64, "source": np.int32, "cut": bool}
-    for (name, kind), column in zip(kinds.items(), table.T):
-        np.save(tmp / f"{name}.npy", column.astype(kind))
-    names, bad_count = list(numbers), reasons.total()
-    (tmp / "sources.json").write_text(json.dumps(names))
-    (tmp / "stats.json").write_text(json.dumps({
-        "lines": len(rows) + bad_count + thin, "rows": len(rows), "bad": bad_count, "thin": thin,
-        "tokens": int(table[:, 0].sum()), "supervised": int(table[:, 1].sum()),
+            for conversation in result.conversations:
+                for part, file in ((conversation.ids, ids), (conversation.turn, turn)):
+                    data = part.tobytes()
+                    file.write(data)
+                    digest.update(data)
+                source = sources.setdefault(conversation.source, len(sources))
+                supervised = np.count_nonzero(conversation.turn)
+                table.append((len(conversation.ids), supervised, source, conversation.cut))
+            for line in result.bad:
+                bad.write(json.dumps(line) + "\n")
+                reasons[line["reason"]] += 1
+            n_thin += result.n_thin
+    columns = np.array(table, np.int64).reshape(-1, 4).T
+    lengths, supervised, source, cut = columns
+    digest.update(lengths.tobytes())
+    np.save(tmp / "lengths.npy", lengths)
+    np.save(tmp / "supervised.npy", supervised)
+    np.save(tmp / "source.npy", source.astype(np.int32))
+    np.save(tmp / "cut.npy", cut.astype(bool))
+    names = list(sources)
+    by_source = Counter(source.tolist()).most_common(50)
+    stats = {
+        "lines": len(table) + reasons.total() + n_thin,
+        "rows": len(table),
+        "bad": reasons.total(),
+        "thin": n_thin,
+        "tokens": int(lengths.sum()),
+        "supervised": int(supervised.sum()),
         "reasons": dict(reasons.most_common(50)),
-        "sources": {names[n]: k for n, k in Counter(table[:, 2].tolist()).most_common(50)},
-        "fingerprint": digest.hexdigest()}))
+        "sources": {names[number]: count for number, count in by_source},
+        "fingerprint": digest.hexdigest()}
+    (tmp / "sources.json").write_text(json.dumps(names))
+    (tmp / "stats.json").write_text(json.dumps(stats))
 
 
-def report_bad(conversations, spec, what, seq_len, max_bad_share, out):
+def report_bad(conversations: Conversations, spec: object, what: str, seq_len: int, max_bad_share: float,
+               out: str | Path | None) -> None:
     """Ten bad lines to the screen, all to OUT/bad_rows.jsonl; UserError for too many, or nothing left."""
-    bad, s = conversations.bad_rows, conversations.stats
+    bad = conversations.bad_rows
+    stats = conversations.stats
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)
         with open(Path(out) / "bad_rows.jsonl", "w" if what == "DATA" else "a") as file:
-            file.writelines(json.dumps({"setting": what, **b}) + "\n" for b in bad)
-    for b in bad[:10]:
-        print(f"{what}: bad line {b['file']}:{b['line']}: {b['reason']}")
-    counts = f"{len(bad)} malformed, {s['thin']} without two supervised tokens in a row"
-    if bad or s["thin"]:
-        print(f"{what}: {s['rows']} of {s['lines']} lines used, {counts}")
+            file.writelines(json.dumps({"setting": what, **line}) + "\n" for line in bad)
+    for line in bad[:10]:
+        print(f"{what}: bad line {line['file']}:{line['line']}: {line['reason']}")
+    n_lines = stats["lines"]
+    counts = (f"{len(bad)} malformed, {stats['thin']} too short to train on (fewer than two consecutive "
+              "supervised tokens)")
+    if bad or stats["thin"]:
+        print(f"{what}: {stats['rows']} of {n_lines} lines used, {counts}")
     first = f"; the first: {bad[0]['file']}:{bad[0]['line']}: {bad[0]['reason']}" if bad else ""
     if not len(conversations):
-        raise UserError(f"{what} = {spec}: none of {s['lines']} lines can be used within SEQ_LEN = {seq_len}"
-                        f": {counts}{first}")
-    if s["lines"] >= 1000 and len(bad) > max_bad_share * s["lines"]:
-        raise UserError(f"{what} = {spec}: {len(bad)} of {s['lines']} lines are malformed, a share of "
-                        f"{len(bad) / s['lines']:.4f}, more than MAX_BAD_SHARE = {max_bad_share}{first}")
+        raise UserError(f"{what} = {spec}: none of {n_lines} lines can be used within SEQ_LEN = {seq_len}: "
+                        f"{counts}{first}")
+    if n_lines >= FEW_LINES and len(bad) > max_bad_share * n_lines:
+        raise UserError(f"{what} = {spec}: {len(bad)} of {n_lines} lines are malformed, a share of "
+                        f"{len(bad) / n_lines:.4f}, more than MAX_BAD_SHARE = {max_bad_share}{first}")
 
 
-def overlap(train, held_out):
+# --------------------------------------------------------------------------------- what is done with them
+
+
+def overlap(train: Conversations, held_out: Conversations) -> tuple[int, int]:
     """-> (different conversations of held_out that are in train too, token for token; all different ones).
     Tokens are read where a conversation's length and three of its tokens agree: few of a million."""
-    def keys(c):
-        key = c.lengths.copy()
+    def keys(conversations):
+        key = conversations.lengths.copy()
         for quarter in (1, 2, 3):
-            key = key * 1000003 + c.ids[c.offsets[:-1] + c.lengths * quarter // 4]
+            places = conversations.offsets[:-1] + conversations.lengths * quarter // 4
+            key = key * 1000003 + conversations.ids[places]
         return key
 
     wanted = {held_out[i].ids.tobytes() for i in range(len(held_out))}
-    found = np.flatnonzero(np.isin(keys(train), keys(held_out)))
-    return len(wanted & {train[int(i)].ids.tobytes() for i in found}), len(wanted)
+    candidates = np.flatnonzero(np.isin(keys(train), keys(held_out)))
+    found = {train[i].ids.tobytes() for i in candidates.tolist()}
+    return len(wanted & found), len(wanted)
 
 
-def render(c, tokenizer, marks=("⟦", "⟧")):
+def render(conversation: Conversation, tokenizer, marks: tuple[str, str] = ("⟦", "⟧")) -> str:
     """A conversation's text with its supervised stretches between marks."""
-    edges = np.flatnonzero(np.diff(c.turn, prepend=c.turn[:1])).tolist()
+    turn = conversation.turn
+    edges = np.flatnonzero(np.diff(turn, prepend=turn[:1])).tolist()
     text = ""
-    for a, b in zip([0, *edges], [*edges, len(c.ids)]):
-        piece = tokenizer.decode(c.ids[a:b].tolist(), skip_special_tokens=False)
-        text += f"{marks[0]}{piece}{marks[1]}" if c.turn[a] else piece
+    for begin, end in zip([0, *edges], [*edges, len(turn)], strict=True):
+        piece = tokenizer.decode(conversation.ids[begin:end].tolist(), skip_special_tokens=False)
+        text += f"{marks[0]}{piece}{marks[1]}" if turn[begin] else piece
     return text
