@@ -6,7 +6,8 @@ data_file()                           JSONL of token ids that go up by one
 train() / run_main()                      main(argv) in this process; constants are set back, no thread left
 WatchdogClock                         for what must not depend on how fast the machine is
 start() / Child                       main(argv) in a child of a server that has imported the trainer once
-fail_at(), put_nan(), delay_calls()         faults put into the trainer from outside
+replace_function()                    where a test breaks something, by the function itself and not its name
+fail_at(), put_nan(), delay_calls()   faults put into the trainer from outside
 losses(), weights(), assert_same()    what a run left behind
 """
 import atexit
@@ -302,19 +303,33 @@ class WatchdogClock:
 # `patch` is pytest's monkeypatch, or anything with its setattr
 
 
-def fail_at(patch, where, name, call):
-    """The call-th call of `name` by a worker raises, whichever it is; those that start the run don't count.
+def replace_function(patch, function, new):
+    """`new` stands where a function or a class's method is looked up: in its module or its class.
+
+    Given the function, tests follow a rename as all code does: one that is forgotten fails when it is
+    imported, instead of breaking nothing in silence.
+    """
+    *path, name = function.__qualname__.split(".")
+    owner = sys.modules[function.__module__]
+    for part in path:
+        owner = getattr(owner, part)
+    assert getattr(owner, name) is function, f"{function} is replaced already"
+    patch.setattr(owner, name, new)
+
+
+def fail_at(patch, function, call):
+    """The call-th call of it by a worker raises, whichever it is; those that start the run don't count.
     -> a list: that thread's name."""
-    inner, count, lock, died = getattr(where, name), [0], threading.Lock(), []
+    count, lock, died = [0], threading.Lock(), []
 
     def failing(*args, **kwargs):
         with lock:
             count[0] += threading.current_thread() is not threading.main_thread()
             if count[0] == call and not died:
                 died.append(threading.current_thread().name)
-                raise RuntimeError(f"boom in {name}")
-        return inner(*args, **kwargs)
-    patch.setattr(where, name, failing)
+                raise RuntimeError(f"boom in {function.__name__}")
+        return function(*args, **kwargs)
+    replace_function(patch, function, failing)
     return died
 
 
@@ -327,23 +342,24 @@ def put_nan(patch, rows, value=math.nan):
         if row.index in rows:
             hidden[0, 3, 5] = value
         return hidden
-    patch.setattr(trainer, "target_features", bad)
+    replace_function(patch, inner, bad)
 
 
-def delay_calls(patch, name, seed, where=trainer, before=True):
-    """`name` of `where` sleeps for random times, different in every thread."""
-    inner, draws = getattr(where, name), {}
+def delay_calls(patch, function, seed, before=True):
+    """It sleeps for random times, different in every thread."""
+    draws = {}
+    name = function.__name__
 
     def slow(*args, **kwargs):
         me = threading.current_thread().name
         pause = draws.setdefault(me, random.Random(f"{seed} {name} {me}")).choice([0, 0, 0.002, 0.01, 0.03])
         if before:
             time.sleep(pause)
-        result = inner(*args, **kwargs)
+        result = function(*args, **kwargs)
         if not before:
             time.sleep(pause)
         return result
-    patch.setattr(where, name, slow)
+    replace_function(patch, function, slow)
 
 
 # ------------------------------------------------------------------------------------------ what a run left

@@ -66,12 +66,12 @@ def nan_rows(seed):
 
 
 def slow_target(seed):
-    common.delay_calls(PATCH, "target_features", seed)
+    common.delay_calls(PATCH, trainer.target_features, seed)
 
 
 def slow_disk(seed):
-    for name in ("save_file", "checksum", "sync_path"):
-        common.delay_calls(PATCH, name, seed, checkpoints)
+    for function in (checkpoints.save_drafter, checkpoints.checksum, checkpoints.sync_path):
+        common.delay_calls(PATCH, function, seed)
 
 
 HINDRANCES = {"NaN rows": nan_rows, "slow target": slow_target, "slow disk": slow_disk}

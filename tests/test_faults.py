@@ -50,6 +50,9 @@ from dflash_trainer import (
     errors,
     workers,
 )
+from dflash_trainer.rows import RowStream
+from dflash_trainer.run_log import RunLog
+from dflash_trainer.target import check_weights
 
 SHAPE = dict(ROWS_PER_STEP=2, STEPS=8, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=3)
 
@@ -67,25 +70,32 @@ def printed(capfd):
 # ------------------------------------------------------------------------------------------ dead threads
 
 
-STAGES = [("reader", "target", "RowStream.row"), ("target", "target", "target_features"),
-          ("batch", "target", "send_batch"), ("put", "target", "Queues.put"),
-          ("drafter", "drafter", "micro_step"),
-          ("sum", "drafter", "sum_gradients"),
-          ("update", "drafter", "Optimizer.update"), ("evaluate", "drafter", "evaluate_row"),
-          ("evaluation's end", "drafter", "merge_evaluation"), ("log", "drafter", "RunLog.log_if_due"),
-          ("state", "drafter", "Optimizer.state"), ("saver", "saver", "checkpoints.write_checkpoint")]
+STAGES = {  # stage of a row's or a step's way: the thread that dies there, the function that raises
+    "reader": ("target", RowStream.row),
+    "target": ("target", trainer.target_features),
+    "batch": ("target", trainer.send_batch),
+    "put": ("target", trainer.Queues.put),
+    "drafter": ("drafter", trainer.micro_step),
+    "sum": ("drafter", trainer.sum_gradients),
+    "update": ("drafter", trainer.Optimizer.update),
+    "evaluate": ("drafter", trainer.evaluate_row),
+    "evaluation's end": ("drafter", trainer.merge_evaluation),
+    "log": ("drafter", RunLog.log_if_due),
+    "state": ("drafter", trainer.Optimizer.state),
+    "saver": ("saver", checkpoints.write_checkpoint),
+}
 
 
 @pytest.mark.parametrize("call", [1, 3])
-@pytest.mark.parametrize("stage, thread, path", STAGES, ids=[s[0] for s in STAGES])
-def test_a_worker_that_dies_ends_the_run(tmp_path, monkeypatch, capfd, stage, thread, path, call):
-    *owner, name = path.split(".")
-    died = fail_at(monkeypatch, getattr(trainer, owner[0]) if owner else trainer, name, call)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_worker_that_dies_ends_the_run(tmp_path, monkeypatch, capfd, stage, call):
+    thread, function = STAGES[stage]
+    died = fail_at(monkeypatch, function, call)
     code = train(tmp_path / "o", **dict(SHAPE, EVAL_EVERY=1, SAVE_EVERY=1), **threads(2, 2))
     text = printed(capfd)  # train() itself finds threads that are left
     assert code not in (0, 2) and "does not end" not in text
     assert died and died[0].startswith(thread), died
-    assert f"thread {died[0]}" in text and f"boom in {name}" in text and "Traceback" in text
+    assert f"thread {died[0]}" in text and f"boom in {function.__name__}" in text and "Traceback" in text
 
 
 FULL_DEVICE = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore lines")
@@ -93,21 +103,22 @@ FULL_HOST = RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate m
 LOWER = "SEQ_LEN", "NUM_ANCHORS", "LOSS_CHUNK", "QUEUE_DEPTH", "TARGET_DEVICES", "DRAFTER_DEVICES"
 
 
-@pytest.mark.parametrize("path, role, error", [
-    ("micro_step", "thread drafter-0", FULL_DEVICE), ("target_features", "thread target-0", FULL_DEVICE),
-    ("sum_gradients", "thread drafter-0", FULL_HOST),
-    ("checkpoints.write_checkpoint", "thread saver", MemoryError()),
-    ("load_target", "error", FULL_DEVICE), ("target.check_weights", "error", FULL_DEVICE),
-    ("Optimizer.load_state", "error", FULL_HOST)])
-def test_out_of_memory_is_one_line(tmp_path, monkeypatch, capfd, undisturbed, path, role, error):
+@pytest.mark.parametrize("function, role, error", [
+    (trainer.micro_step, "thread drafter-0", FULL_DEVICE),
+    (trainer.target_features, "thread target-0", FULL_DEVICE),
+    (trainer.sum_gradients, "thread drafter-0", FULL_HOST),
+    (checkpoints.write_checkpoint, "thread saver", MemoryError()),
+    (trainer.load_target, "error", FULL_DEVICE),
+    (check_weights, "error", FULL_DEVICE),
+    (trainer.Optimizer.load_state, "error", FULL_HOST)])
+def test_out_of_memory_is_one_line(tmp_path, monkeypatch, capfd, undisturbed, function, role, error):
     """Role, device, budget and the constants to lower; also in the main thread, while loading."""
     def full(*args):
         raise error
-    *owner, name = path.split(".")
     out = tmp_path / "o"
-    if name == "load_state":
+    if function is trainer.Optimizer.load_state:
         shutil.copytree(undisturbed, out, symlinks=True)
-    monkeypatch.setattr(getattr(trainer, owner[0]) if owner else trainer, name, full)
+    common.replace_function(monkeypatch, function, full)
     assert train(out, **SHAPE) == 1
     text = printed(capfd)
     line, = (x for x in text.splitlines() if "out of memory on" in x)
@@ -305,10 +316,9 @@ def before_data(monkeypatch):
     """What is refused below is refused before a line is tokenised or a weight is read."""
     def too_late(*args):
         raise AssertionError("the slow part has begun")
-    for name in ("build_conversations", "load_target"):
-        monkeypatch.setattr(trainer, name, too_late)
-    monkeypatch.setattr(checkpoints, "find_checkpoint", too_late)
-    monkeypatch.setattr(trainer.start, "device_names", lambda: ["cpu", "cuda:0"])
+    for function in (trainer.read_conversations, trainer.load_target, checkpoints.find_checkpoint):
+        common.replace_function(monkeypatch, function, too_late)
+    common.replace_function(monkeypatch, trainer.start.device_names, lambda: ["cpu", "cuda:0"])
 
 
 def test_no_c_compiler(tmp_path, monkeypatch, capfd, before_data):
@@ -385,7 +395,7 @@ def test_a_resumed_run_needs_no_room_for_what_it_has(tmp_path, monkeypatch, capf
 
 
 def test_size_of_a_checkpoint_and_host_memory_are_said(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(checkpoints, "free_memory", lambda: 0.0)
+    common.replace_function(monkeypatch, checkpoints.free_memory, lambda: 0.0)
     train_ok(tmp_path / "o", STEPS=1, KEEP=3)
     lines = capfd.readouterr().out.splitlines()
     said, = (x for x in lines if x.startswith("a checkpoint is"))
@@ -485,9 +495,9 @@ def test_a_stalled_run_says_where_it_hangs_and_ends(tmp_path):
 # ---------------------------------------------------------------------------------------------- signals
 
 
-def signal_at(monkeypatch, number, call, name="micro_step"):
+def signal_at(monkeypatch, number, call, inner=trainer.micro_step):
     """The signal comes during the call-th micro-step; no later one goes on before it is heard. -> [calls]"""
-    inner, count, lock = getattr(trainer, name), [0], threading.Lock()
+    count, lock = [0], threading.Lock()
     heard, hear = threading.Event(), workers.Workers.on_signal
     if signal.getsignal(number) == signal.SIG_IGN:
         heard.set()
@@ -505,8 +515,8 @@ def signal_at(monkeypatch, number, call, name="micro_step"):
         if me >= call:
             assert heard.wait(100)
         return inner(*args)
-    monkeypatch.setattr(workers.Workers, "on_signal", on_signal)
-    monkeypatch.setattr(trainer, name, micro_step)
+    common.replace_function(monkeypatch, hear, on_signal)
+    common.replace_function(monkeypatch, inner, micro_step)
     return count
 
 
@@ -545,7 +555,7 @@ def test_a_signal_in_a_long_evaluation_ends_it(tmp_path, monkeypatch):
     )
     base = train_ok(tmp_path / "base", **settings)
     with monkeypatch.context() as patch:
-        calls = signal_at(patch, signal.SIGTERM, 60 + 20, "evaluate_row")
+        calls = signal_at(patch, signal.SIGTERM, 60 + 20, trainer.evaluate_row)
         assert train(tmp_path / "o", **settings) == 143
     assert 60 + 20 <= calls[0] <= 60 + 20 + 2
     assert (tmp_path / "o" / "latest").resolve().name == "step_00000004"
@@ -576,7 +586,7 @@ def test_ctrl_c_before_training_has_begun(tmp_path, monkeypatch, capfd):
     def load_target(*args):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(9)
-    monkeypatch.setattr(trainer, "load_target", load_target)
+    common.replace_function(monkeypatch, trainer.load_target, load_target)
     old = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
         assert train(tmp_path / "o", **SHAPE) == 130
@@ -785,7 +795,7 @@ def no_room_for_lines(monkeypatch, name, full):
         if path.name == name and full(count[0], text):
             raise FULL[0]
         inner(path, text)
-    monkeypatch.setattr(checkpoints, "append_text", append_text)
+    common.replace_function(monkeypatch, inner, append_text)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "train.log"])
@@ -842,8 +852,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch, u
         if next(n_updates) == 7:
             reached.set()
         update(optimizer, *args)
-    monkeypatch.setattr(checkpoints, "write_checkpoint", slow_write)
-    monkeypatch.setattr(trainer.Optimizer, "update", counted)
+    common.replace_function(monkeypatch, write, slow_write)
+    common.replace_function(monkeypatch, update, counted)
     train_ok(tmp_path / "o", **dict(SHAPE, SAVE_EVERY=4, EVAL_EVERY=0))
     assert in_time == [True]
     assert_same(tmp_path / "o" / "step_00000004", undisturbed / "step_00000004")  # not what came later
@@ -852,7 +862,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch, u
 def taus(monkeypatch, values):
     """Evaluations find these tau."""
     inner, left = trainer.EvalSums.metrics, list(values)
-    monkeypatch.setattr(trainer.EvalSums, "metrics", lambda sums: {**inner(sums), "tau": left.pop(0)})
+    common.replace_function(monkeypatch, inner, lambda sums: {**inner(sums), "tau": left.pop(0)})
 
 
 def test_keep_rotates_but_not_the_best_and_not_the_newest(tmp_path, monkeypatch):
@@ -900,13 +910,13 @@ def test_a_best_that_could_not_be_saved_is_not_the_best(tmp_path, monkeypatch):
         if step == 4:
             raise OSError(errno.ENOSPC, "No space left on device")
         return inner(out, step, *rest)
-    monkeypatch.setattr(checkpoints, "write_checkpoint", full_at_four)
+    common.replace_function(monkeypatch, inner, full_at_four)
     inside = trainer.save_if_due
 
     def and_wait(run, *args):  # else the next evaluation may come first
         inside(run, *args)
         run.saver.wait()
-    monkeypatch.setattr(trainer, "save_if_due", and_wait)
+    common.replace_function(monkeypatch, inside, and_wait)
     out = train_ok(tmp_path / "o", STEPS=8, EVAL_EVERY=2, SAVE_EVERY=2, KEEP=1)
     assert os.readlink(out / "best") == "step_00000006" and (out / "best").is_dir()
 
@@ -914,7 +924,7 @@ def test_a_best_that_could_not_be_saved_is_not_the_best(tmp_path, monkeypatch):
 def test_a_held_out_loss_that_is_no_number_is_written_as_none(tmp_path, monkeypatch):
     """JSON has no NaN, and it is no lowest loss either."""
     inner, left = trainer.EvalSums.metrics, [3.0, float("nan"), 2.0, 2.5]
-    monkeypatch.setattr(trainer.EvalSums, "metrics", lambda sums: {**inner(sums), "eval_loss": left.pop(0)})
+    common.replace_function(monkeypatch, inner, lambda sums: {**inner(sums), "eval_loss": left.pop(0)})
     out = train_ok(tmp_path / "o", STEPS=6, EVAL_EVERY=2)
     assert [m["eval_loss"] for m in eval_lines(out)] == [3.0, None, 2.0, 2.5]
     assert "held-out loss is rising (best 2.0000 at step 4, now 2.5" in (out / "train.log").read_text()
@@ -1036,18 +1046,18 @@ def test_half_a_line_of_metrics_does_not_stop_a_resume(tmp_path, undisturbed, ta
 # ------------------------------------------------------------------------------ what no thread waits for
 
 
-def _die_beside(name, stuck):
-    """Target 0 dies at row 8 while the thread `stuck` is in `name` for long, as in a compile."""
+def _die_beside(function, stuck):
+    """Target 0 dies at row 8 while the thread `stuck` is in a function for long, as in a compile."""
     is_stuck = threading.Event()
-    inner = getattr(trainer, name)
 
     def hung(*args):
-        row = args[3 if name == "micro_step" else 1]
+        row = args[3 if stuck.startswith("drafter") else 1]  # where their row or batch stands
         if threading.current_thread().name == stuck and row.index >= 2:  # past its first step
             is_stuck.set()
             time.sleep(1000)
-        return inner(*args)
-    setattr(trainer, name, hung)
+        return function(*args)
+    patch = pytest.MonkeyPatch()
+    common.replace_function(patch, function, hung)
 
     def dies(forward, row, *args, inner=trainer.target_features):
         if threading.current_thread().name == "target-0" and row.index >= 8:
@@ -1057,9 +1067,11 @@ def _die_beside(name, stuck):
     trainer.target_features = dies
 
 
-@pytest.mark.parametrize("name, stuck", [("micro_step", "drafter-0"), ("target_features", "target-1")])
-def test_a_death_beside_a_busy_thread_is_said_within_seconds(tmp_path, name, stuck):
-    child = start(tmp_path / "o", _die_beside, (name, stuck), **dict(SHAPE, EVAL_EVERY=0), **threads(2, 2))
+@pytest.mark.parametrize("function, stuck", [
+    (trainer.micro_step, "drafter-0"), (trainer.target_features, "target-1")])
+def test_a_death_beside_a_busy_thread_is_said_within_seconds(tmp_path, function, stuck):
+    settings = dict(SHAPE, EVAL_EVERY=0, **threads(2, 2))
+    child = start(tmp_path / "o", _die_beside, (function, stuck), **settings)
     code, text = child.code(), child.text()
     assert code == 1 and f"thread {stuck} does not end" in text, text[-3000:]
     assert "ERROR in thread target-0: Traceback" in text and "boom in target_features" in text, text[-3000:]

@@ -116,7 +116,7 @@ def test_replicas_hold_the_same_bits_after_every_step(tmp_path, monkeypatch):
         update(optimizer, *args)
         name = threading.current_thread().name
         seen.setdefault(name, []).append([m.detach().clone() for m in optimizer.masters.values()])
-    monkeypatch.setattr(trainer.Optimizer, "update", recorded)
+    common.replace_function(monkeypatch, trainer.Optimizer.update, recorded)
     train_ok(tmp_path / "o", **EVALUATED, **threads(2, 3))
     names = [f"drafter-{d}" for d in range(3)]
     assert sorted(seen) == names and all(len(steps) == 6 for steps in seen.values())
@@ -127,12 +127,10 @@ def test_replicas_hold_the_same_bits_after_every_step(tmp_path, monkeypatch):
 @pytest.mark.parametrize("seed", [1, 2])
 def test_random_delays_in_every_thread_change_nothing(tmp_path, monkeypatch, seed):
     base = train_ok(tmp_path / "base", **EVALUATED, **threads(3, 2), QUEUE_DEPTH=1)
-    for name in ("micro_step", "target_features", "evaluate_row", "send_batch"):
-        delay_calls(monkeypatch, name, seed)
-    delay_calls(monkeypatch, "write_checkpoint", seed, checkpoints)
-    delay_calls(monkeypatch, "sum_gradients", seed)
-    delay_calls(monkeypatch, "put", seed, trainer.Queues, before=False)
-    delay_calls(monkeypatch, "update", seed, trainer.Optimizer)
+    for function in (trainer.micro_step, trainer.target_features, trainer.evaluate_row, trainer.send_batch,
+                     trainer.sum_gradients, trainer.Optimizer.update, checkpoints.write_checkpoint):
+        delay_calls(monkeypatch, function, seed)
+    delay_calls(monkeypatch, trainer.Queues.put, seed, before=False)
     out = train_ok(tmp_path / "o", **EVALUATED, **threads(3, 2), QUEUE_DEPTH=1 + seed)
     assert_same(out / "latest", base / "latest")
     assert untimed(out) == untimed(base)
