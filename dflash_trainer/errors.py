@@ -22,9 +22,11 @@ def first_line(error):
 
 @contextmanager
 def user_error_on(text, *kinds):
-    """Exceptions of these kinds become a UserError."""
+    """Exceptions of these kinds become a UserError. One that is a UserError already stays as it is."""
     try:
         yield
+    except UserError:
+        raise
     except kinds as e:
         if out_of_memory(e):  # some are RuntimeErrors
             raise

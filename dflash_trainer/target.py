@@ -18,6 +18,7 @@ import re
 import sys
 import textwrap
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,7 +70,8 @@ def embedding_scale(embedding: torch.nn.Module) -> float:
     return 1.0 if scale is None else float(torch.as_tensor(scale).to(embedding.weight.dtype))
 
 
-def load_model(target, device, dtype, seed, tick=lambda: None, precision="bf16"):
+def load_model(target: str, device: torch.device | str, dtype: torch.dtype, seed: int,
+               tick: Callable[[], object] = lambda: None, precision: str = "bf16") -> PreTrainedModel:
     """The whole frozen target on `device`. In the main thread, before any other exists: concurrent
     from_pretrained calls leave meta tensors and a wrong default dtype behind in silence.
 
@@ -101,20 +103,21 @@ class Arrival:
     """What happens to a layer's weights when they are on their device: block scales of the file are applied,
     then they are quantised where the target runs in fp8."""
 
-    def __init__(self, device, precision):
+    def __init__(self, device: torch.device, precision: str):
         self.setting = f"TARGET_PRECISION = {precision}"
         self.form = fp8.find_form(device, self.setting) if precision == "fp8" else None
         self.scales = None
-        self.quantised = self.scaled = 0
+        self.quantised = 0
+        self.scaled = 0
 
-    def layer(self, layer, i):
+    def layer(self, layer: torch.nn.Module, i: int) -> None:
         if self.scales:
             self.scaled += self.scales.scale(layer, f"layers.{i}")
         if self.form:
             self.quantised += fp8.quantize_layers(layer, self.form, self.setting, f"layers.{i}")
 
 
-def quantisation_of(config):
+def quantisation_of(config: PretrainedConfig) -> tuple[str | None, dict]:
     """-> (method, the checkpoint's description of it) or (None, {})."""
     for part in (config, config.get_text_config()):
         if given := getattr(part, "quantization_config", None):
@@ -123,12 +126,14 @@ def quantisation_of(config):
     return None, {}
 
 
-def from_files(target, config, device, dtype, tick, arrival):
+def from_files(target: str, config: PretrainedConfig, device: torch.device | str, dtype: torch.dtype,
+               tick: Callable[[], object], arrival: Arrival) -> PreTrainedModel:
     """transformers maps the files into memory, and a weight is read when its layer moves: the host holds no
     copy, unless the files' dtype is another. FP8 checkpoints with a scale per block are read as if they
     weren't quantised, and scaled layer by layer. transformers' device_map needs accelerate: only weights in
     another format, whose loaders ask for that anyhow and which can't be moved afterwards, go that way."""
-    what, options = f"TARGET = {target}", {}
+    what = f"TARGET = {target}"
+    options = {}
     method, description = quantisation_of(config)
     trouble = f"{what}: weights can't be loaded"
     files = stored_tensors(target) if method == "fp8" else {}
@@ -147,8 +152,8 @@ def from_files(target, config, device, dtype, tick, arrival):
             if hasattr(part, "quantization_config"):
                 del part.quantization_config
         options = {"config": config}
-    with user_error_on(trouble, OSError, ValueError, ImportError, RuntimeError, KeyError,
-                       safetensors.SafetensorError):
+    # Exception: the loaders of some families and formats may raise anything
+    with user_error_on(trouble, Exception):
         with scales_are_no_surprise(arrival.scales):
             model, info = auto_class(target, config).from_pretrained(
                 target, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options)
@@ -174,7 +179,7 @@ def from_files(target, config, device, dtype, tick, arrival):
     return model
 
 
-def stored_tensors(target):
+def stored_tensors(target: str) -> dict[str, tuple[str, str]]:
     """{name: (safetensors file, dtype as the file names it)} of a checkpoint."""
     index = cached_file(target, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
     names = ["model.safetensors"]
@@ -190,7 +195,7 @@ def stored_tensors(target):
     return found
 
 
-def block_scales(what, files, description):
+def block_scales(what: str, files: dict[str, tuple[str, str]], description: dict) -> fp8.BlockScales:
     """The scales of an FP8 checkpoint. UserError where a weight in fp8 has none."""
     ours = {name: entry for name, entry in files.items() if not OTHER_PART.search(name)}
     in_fp8 = [name for name, (_, dtype) in ours.items() if dtype == "F8_E4M3"]
@@ -204,7 +209,7 @@ def block_scales(what, files, description):
 
 
 @contextmanager
-def scales_are_no_surprise(scales):
+def scales_are_no_surprise(scales: fp8.BlockScales | None) -> Iterator[None]:
     """transformers warns about each tensor it doesn't know; the scales are read afterwards."""
     loader = logging.getLogger("transformers.modeling_utils")
     level = loader.level
@@ -263,7 +268,7 @@ def check_weights(what: str, model: PreTrainedModel, info: dict) -> None:
     require(not odd, f"{what}: weights of class {', '.join(odd)} can't be copied to other devices")
 
 
-def checkpoint_names(target):
+def checkpoint_names(target: str) -> list[str]:
     """Names of the weights in the safetensors files."""
     for name in ("model.safetensors.index.json", "model.safetensors"):
         path = cached_file(target, name, _raise_exceptions_for_missing_entries=False)
