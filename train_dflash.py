@@ -6,23 +6,27 @@
 
 The way of the data, in order, with the names of the functions:
 
-    JSONL files  --load_data-------->  token ids and turns, memory-mapped; packed into rows of SEQ_LEN tokens,
-                                       a pure function of (SEED, epoch, index)
-    target_worker, one per target      target_features: frozen forward, hidden states of the tapped layers
-                 --send_batch------->  queue[target][drafter], bounded; row i goes to drafter i mod D
-    drafter_worker, one per drafter    micro_step: mask, forward, loss, backward of one row
+    JSONL files  --load_data-------->  token ids and turns of conversations, memory-mapped
+    target_worker, one per target      in the order of Schedule's jobs:
+                 --Data.row--------->  a packed row and its anchors, a pure function of (SEED, epoch, index)
+                 --target_features-->  frozen forward: hidden states of the tapped layers
+                 --send_batch------->  a Batch in queue[target][drafter], bounded; row i goes to drafter
+                                       i mod len(DRAFTER_DEVICES)
+    drafter_worker, one per drafter    for each StepPlan:
+                 --evaluate--------->  where due: tau on held-out text
+                 --save_if_due------>  where due: a checkpoint that is servable as it is
+                 --micro_step------->  mask, forward, loss, backward of one row, again and again
                  --sum_gradients---->  gradients and the loss denominator, over drafters and machines
-                 --Optimizer.update->  clip, AdamW on fp32 masters; a bad update is skipped on the device
-                 --evaluate--------->  tau on held-out text
-                 --save_if_due------>  checkpoints that are servable as they are
+                 --Optimizer.update->  clip, Adam on fp32 masters; a bad update is skipped on the device
 
-Words: an ANCHOR is a token of an answer. Its BLOCK is the anchor and K-1 mask tokens, the SLOTS, which the
-drafter fills in from the target's hidden states (of some of its layers: the TAPS) of the tokens before the
-anchor. A ROW is SEQ_LEN packed context tokens with NUM_ANCHORS anchors. A MICRO-STEP is forward and backward
-of one row on one drafter; a STEP is one optimiser step over ROWS_PER_STEP rows, whichever drafters had them.
-Under torchrun each of several machines does this with its own ROWS_PER_STEP rows, and gradients are summed
-over machines too.
-Shapes: S = SEQ_LEN, N = NUM_ANCHORS, K = BLOCK_SIZE, D hidden size, L tapped layers, R = ROWS_PER_STEP.
+Words: an ANCHOR is a token of an answer. Its BLOCK has K SLOTS: slot 0 holds the anchor, the others hold
+mask tokens. A DRAFT is a token that a slot predicts, from the block and from the target's hidden states (of
+some of its layers: the TAPS) of the tokens before the anchor; a block has J drafts, K-1 (HEAD=dspark: K). A
+ROW is SEQ_LEN packed context tokens with NUM_ANCHORS anchors. A MICRO-STEP is forward and backward of one row
+on one drafter; a STEP is one optimiser step over ROWS_PER_STEP rows, whichever drafters had them. Under
+torchrun each of several machines does this with its own ROWS_PER_STEP rows, and gradients are summed over
+machines too.
+Shapes: S = SEQ_LEN, N = NUM_ANCHORS, K = BLOCK_SIZE, J drafts, D hidden size, L tapped layers.
 
 Beside this file: model_drafter.py (drafter, batch, loss, acceptance), flex_utils.py (mask, attention, what
 keeps compilation safe under threads), dflash_trainer/ (the library: what prevents, reports or stores).
@@ -65,7 +69,7 @@ TARGET: str = "Qwen/Qwen3.6-27B"                      # causal LM: hub id, direc
 TARGET_DEVICES: list[str] = [f"cuda:{i}" for i in range(5)]      # one frozen replica and thread each
 DRAFTER_DEVICES: list[str] = [f"cuda:{i}" for i in range(5, 8)]  # one drafter and thread each; may repeat
 # data
-DATA: str = "data/train.jsonl"                        # file, directory, glob or a,b of .jsonl / .jsonl.gz
+DATA: str = "data/train.jsonl"                        # file, directory, glob or a,b of chat files
 EVAL_DATA: str = "data/eval.jsonl"                    # held-out answers, the target's own and greedy
 CHAT_TEMPLATE_KWARGS: dict = {}                       # of the chat template, e.g. {"enable_thinking": False}
 MAX_BAD_SHARE: float = 0.01                           # malformed lines tolerated, from 1,000 lines on
@@ -140,7 +144,9 @@ DEMO = dict(  # `bash run.sh demo`: SmolLM2-135M-Instruct's own answers to quest
 
 THIS_MODULE = sys.modules[__name__]
 AS_WRITTEN = settings.values(THIS_MODULE)  # before the command line changes any
-FIRST_STEP_LOCK = threading.Lock()  # held by every worker thread around its whole first step (pytorch#136196)
+# Held by every worker thread around its whole first step (pytorch#136196): a target's first row, a drafter's
+# first micro-step. What else is new to a thread, evaluation and update among it, runs alone in the gate.
+FIRST_STEP_LOCK = threading.Lock()
 
 # ------------------------------------------------------------------------------------------ the data
 
@@ -199,7 +205,7 @@ class StepPlan(NamedTuple):
 
 
 class Schedule:
-    """The order of work, the same in every thread: a pure function of what the constructor is given."""
+    """The order of work, the same in every thread: a pure function of the arguments and the settings."""
 
     def __init__(self, start_step, end_step, last_eval_step, n_held_out, rank=0, n_machines=1):
         """last_eval_step: the evaluation that a resumed run need not repeat; n_held_out: held-out rows."""
@@ -209,11 +215,11 @@ class Schedule:
         self.rank = rank
         self.n_machines = n_machines
         self.rows_per_step = ROWS_PER_STEP * n_machines
-        # neighbours, so that every drafter has some: row e is for drafter e mod D
+        # neighbours, so that every drafter has some: they are dealt by row number
         self.eval_rows = range(n_held_out * rank // n_machines, n_held_out * (rank + 1) // n_machines)
 
     def plans(self) -> Iterator[StepPlan]:
-        """What happens in each step, and a last plan without training rows. Job j is target j mod T's."""
+        """Each step's plan, then a last one without training rows. Jobs are dealt to the targets in turn."""
         n_jobs = 0
         for step in range(self.start, self.end + 1):
             due = EVAL_EVERY > 0 and (step == self.end or step % EVAL_EVERY == 0)
@@ -273,7 +279,7 @@ class Queues:
 
 
 class Run(NamedTuple):
-    """What the threads share; made whole by build() before any of them exists."""
+    """What the worker threads share; build() makes it whole before any of them starts."""
     workers: Workers
     machines: object             # SingleMachine or Cluster
     gate: flex_utils.Gate
@@ -285,7 +291,7 @@ class Run(NamedTuple):
     saver: checkpoints.Saver
     links: start.Links           # between this machine's devices
     target_batches: object       # features.TargetBatches: the fixed (batch, length) shapes of a target
-    decoders: list               # one frozen target per target thread, cut after its last tap
+    decoders: list               # one frozen target per target thread, without the layers that nobody reads
     replicas: list               # one Replica per drafter thread
     optimizers: list             # and its Optimizer
     reduce_watch: Stopwatch      # sum of gradients, waiting for the others included
@@ -314,6 +320,10 @@ def enter_thread(device):
 
 def compute_dtype(device):
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+
+
+def compiles_on(device):
+    return COMPILE and torch.device(device).type == "cuda"
 
 
 def load_target(device, tick=lambda: None):
@@ -350,46 +360,8 @@ def target_features(forward, row, batches, gate, device):
     return target_hidden[None]
 
 
-def loss_chunk(n_drafts):
-    """LOSS_CHUNK, or less where a whole row has fewer slots: rows of logits alive at a time."""
-    return min(LOSS_CHUNK, -(-NUM_ANCHORS * n_drafts // 128) * 128)
-
-
-def loss_spec(config):
-    """The loss of the settings for a drafter's head, which for a checkpoint need not be HEAD."""
-    default_terms = {"ce": 0.1, "tv": 1.8} if config.head == "dspark" else {"ce": 1.0}
-    return md.LossSpec(
-        kind=LOSS,
-        gamma=GAMMA or md.default_gamma(config.n_drafts),
-        form=LOSS_FORM,
-        chunk=loss_chunk(config.n_drafts),
-        terms=md.LossTerms(**{"ce": 0.0, **(LOSS_TERMS or default_terms)}),
-        selector_terms=md.LossTerms(**{"ce": 0.0, **SELECTOR_TERMS}),
-        selector_detach=SELECTOR_DETACH,
-        confidence=CONFIDENCE if config.confidence else 0.0)
-
-
-def needs_last(config):
-    """Does the loss read the target's last hidden state, to make its distribution from?"""
-    return loss_spec(config).needs_last(config.head)
-
-
-def host_tensors(row, anchors, config):
-    """A row and its anchors -> the tensors of a Batch but target_hidden, on the host."""
-    blocks = md.block_arrays(
-        row.conversation_start, row.run_length, anchors, NUM_ANCHORS, config.block_size,
-        loss_chunk(config.n_drafts), config.first_slot, whole_blocks=config.head == "dspark")
-    return [torch.from_numpy(array) for array in (row.ids, row.positions, *blocks)]
-
-
-def send_batch(job, row, anchors, target_hidden, config, hand_off, device) -> md.Batch:
-    """Start the copy of a row to its drafter's device. No host waits for it; that device does."""
-    moved, rest, ready = hand_off.send(target_hidden, host_tensors(row, anchors, config), device)
-    return md.Batch(moved, *rest, kind=job.kind, index=job.index, row=row, ready=ready)
-
-
 def target_worker(run, t):
-    """Target thread t: run jobs t, t+T, t+2T, ... in order and queue each batch for its drafter."""
+    """Target thread t: run every n_targets-th job, from job t on, and queue each batch for its drafter."""
     device = torch.device(TARGET_DEVICES[t])
     enter_thread(device)
     parts = None
@@ -415,11 +387,154 @@ def target_worker(run, t):
                 oldest.synchronize()
 
 
+# ---------------------------------------------------------------------------------------------- the hand-off
+
+
+def host_tensors(row, anchors, config):
+    """A row and its anchors -> the tensors of a Batch but target_hidden, on the host."""
+    blocks = md.block_arrays(
+        row.conversation_start, row.run_length, anchors, NUM_ANCHORS, config.block_size,
+        loss_chunk(config.n_drafts), config.first_slot, whole_blocks=config.head == "dspark")
+    return [torch.from_numpy(array) for array in (row.ids, row.positions, *blocks)]
+
+
+def send_batch(job, row, anchors, target_hidden, config, hand_off, device) -> md.Batch:
+    """Start the copy of a row to its drafter's device. That device waits for it, the drafter's host never."""
+    moved, rest, ready = hand_off.send(target_hidden, host_tensors(row, anchors, config), device)
+    return md.Batch(moved, *rest, kind=job.kind, index=job.index, row=row, ready=ready)
+
+
+# -------------------------------------------------------------------------------------- the drafter's thread
+
+
+def drafter_worker(run, d):
+    """Drafter thread d: evaluate, save and train as each step's plan says. Decisions for all threads are made
+    at a barrier."""
+    replica = run.replicas[d]
+    optimizer = run.optimizers[d]
+    leads = d == 0
+    enter_thread(replica.device)
+    for plan in run.schedule.plans():
+        is_new_best = False
+        if plan.evaluate and not run.workers.ending:
+            is_new_best = evaluate(run, replica, plan)
+        if leads:
+            save_if_due(run, optimizer, plan, is_new_best)
+        if run.workers.ending or not plan.train_jobs:
+            return
+        train_step(run, replica, optimizer, plan)
+        if leads and plan.step == run.schedule.start:
+            run.log.write_start(run.start_clock, run.gate.seconds_alone)
+        if leads:
+            lr = learning_rate(plan.step, run.data.horizon)
+            run.log.log_if_due(optimizer, plan.step + 1, lr, run.queues, run.reduce_watch, run.workers.ending)
+
+
+def save_if_due(run, optimizer, plan, is_new_best):
+    """Every SAVE_EVERY steps, at the end, and whenever tau is the best so far."""
+    saver = run.saver
+    at_start = plan.step == run.schedule.start
+    at_end = run.workers.ending or not plan.train_jobs
+    if is_new_best and at_start and run.machines.rank == 0:  # a resumed run's: it is on the disk already
+        checkpoints.point_best(saver.out, plan.step)
+    if at_start or not (is_new_best or at_end or plan.step % SAVE_EVERY == 0):
+        return
+    run.log.read_statistics(optimizer, plan.step)
+    if run.machines.rank:
+        return  # machine 0 writes for all; the others follow what it would write, to decide alike
+    info = {
+        "step": plan.step,
+        "horizon": run.data.horizon,
+        "data": run.data.train.conversations.fingerprint,
+        **asdict(run.log.progress),
+        "constants": start.saved_constants(settings.snapshot(THIS_MODULE), run.machines.size),
+    }
+    saver.start(plan.step, optimizer.state, info, run.log.progress, is_new_best)
+    run.workers.tick()
+
+
+def train_step(run, replica, optimizer, plan):
+    """One optimiser step on one drafter: its rows, the sum over drafters and machines, the update."""
+    optimizer.row_stats.zero_()
+    replica.selector_ramp.fill_(selector_ramp(plan.step, run.data.horizon))
+    for job in plan.train_jobs:
+        if job.drafter == replica.index:
+            batch = run.queues.take(job, replica.device)
+            micro_step(run, replica, optimizer, batch)
+            wait_for_first_steps(run, replica)
+    with run.reduce_watch if replica.index == 0 else nullcontext():
+        run.workers.at_barrier(replica.index == 0, lambda: sum_gradients(run))
+    optimizer.update(learning_rate(plan.step, run.data.horizon), plan.step, run.gate)
+
+
+def micro_step(run, replica, optimizer, batch):
+    """Mask, forward, loss and backward of one row, inside the gate and, the first time, under the lock."""
+    with run.gate.first_step(), run.gate.work("train", *replica.signature(batch)):
+        result = replica.row_loss(batch)
+        result.loss.backward()
+    loss = result.loss.detach()
+    valid = batch.counted[0] > 0
+    none = torch.zeros_like(loss)
+    stats = RowStats(loss=loss, weight=result.weight, matches=(result.matches * valid).sum().float(),
+                     anchors=valid.sum().float(), bad=(~torch.isfinite(loss)).float(),
+                     tv=none if result.tv is None else result.tv, kl=none if result.kl is None else result.kl)
+    optimizer.row_stats[batch.index % len(optimizer.row_stats)] = torch.stack(stats)
+    run.workers.tick()
+
+
+def wait_for_first_steps(run, replica):
+    """After the first micro-step. Drafters only: a target here would leave the others' queues empty."""
+    if replica.started:
+        return
+    run.workers.start_barrier.wait()
+    replica.started = True
+    if replica.index == 0:
+        seconds = run.log.clock.elapsed()
+        run.log.write(f"first rows of all {len(run.replicas)} drafters after {seconds:.1f} s: targets, "
+                      "compilation and the first evaluation included",
+                      screen=f"first rows of all {len(run.replicas)} drafters after {seconds:.1f} s")
+
+
+def learning_rate(step, horizon):
+    """Linear warm-up over WARMUP of the horizon, then cosine to 0. step counts from 0."""
+    warm = max(1, round(WARMUP * horizon))
+    if step < warm:
+        return LR * (step + 1) / warm
+    return LR * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, horizon - warm)))
+
+
+def selector_ramp(step, horizon):
+    """Share of the selector's loss: 0, then growing over SELECTOR_RAMP of the horizon to 1."""
+    silent = round(SELECTOR_WARMUP * horizon)
+    growing = max(1, round(SELECTOR_RAMP * horizon))
+    return min(1.0, max(0.0, (step - silent + 1) / growing))
+
+
 # ----------------------------------------------------------------------------------------- the drafter
 
 
-def compiles_on(device):
-    return COMPILE and torch.device(device).type == "cuda"
+def loss_chunk(n_drafts):
+    """LOSS_CHUNK, or less where a whole row has fewer slots: rows of logits alive at a time."""
+    return min(LOSS_CHUNK, -(-NUM_ANCHORS * n_drafts // 128) * 128)
+
+
+def loss_spec(config):
+    """The loss of the settings for a drafter's head, which for a checkpoint need not be HEAD."""
+    default_terms = {"ce": 0.1, "tv": 1.8} if config.head == "dspark" else {"ce": 1.0}
+    return md.LossSpec(
+        kind=LOSS,
+        gamma=GAMMA or md.default_gamma(config.n_drafts),
+        form=LOSS_FORM,
+        chunk=loss_chunk(config.n_drafts),
+        terms=md.LossTerms(**{"ce": 0.0, **(LOSS_TERMS or default_terms)}),
+        selector_terms=md.LossTerms(**{"ce": 0.0, **SELECTOR_TERMS}),
+        selector_detach=SELECTOR_DETACH,
+        confidence=CONFIDENCE if config.confidence else 0.0)
+
+
+def needs_last(config):
+    """Does the loss read the target's last hidden state, to make its distribution from?"""
+    return loss_spec(config).needs_last(config.head)
 
 
 class Replica:
@@ -478,63 +593,6 @@ class Replica:
         return str(self.device), tuple(batch.target_hidden.shape), batch.target_hidden.dtype
 
 
-def micro_step(run, replica, optimizer, batch):
-    """Mask, forward, loss and backward of one row: all of it under the lock, the first time, and the gate."""
-    with run.gate.first_step(), run.gate.work("train", *replica.signature(batch)):
-        result = replica.row_loss(batch)
-        result.loss.backward()
-    loss = result.loss.detach()
-    valid = batch.counted[0] > 0
-    none = torch.zeros_like(loss)
-    stats = RowStats(loss=loss, weight=result.weight, matches=(result.matches * valid).sum().float(),
-                     anchors=valid.sum().float(), bad=(~torch.isfinite(loss)).float(),
-                     tv=none if result.tv is None else result.tv, kl=none if result.kl is None else result.kl)
-    optimizer.row_stats[batch.index % len(optimizer.row_stats)] = torch.stack(stats)
-    run.workers.tick()
-
-
-def wait_for_first_steps(run, replica):
-    """After the first micro-step. Drafters only: a target here would leave the others' queues empty."""
-    if replica.started:
-        return
-    run.workers.start_barrier.wait()
-    replica.started = True
-    if replica.index == 0:
-        seconds = run.log.clock.elapsed()
-        run.log.write(f"first rows of all {len(run.replicas)} drafters after {seconds:.1f} s: targets, "
-                      "compilation and the first evaluation included",
-                      screen=f"first rows of all {len(run.replicas)} drafters after {seconds:.1f} s")
-
-
-def train_step(run, replica, optimizer, plan):
-    """One optimiser step on one drafter: its rows, the sum over drafters and machines, the update."""
-    optimizer.row_stats.zero_()
-    replica.selector_ramp.fill_(selector_ramp(plan.step, run.data.horizon))
-    for job in plan.train_jobs:
-        if job.drafter == replica.index:
-            batch = run.queues.take(job, replica.device)
-            micro_step(run, replica, optimizer, batch)
-            wait_for_first_steps(run, replica)
-    with run.reduce_watch if replica.index == 0 else nullcontext():
-        run.workers.at_barrier(replica.index == 0, lambda: sum_gradients(run))
-    optimizer.update(learning_rate(plan.step, run.data.horizon), plan.step, run.gate)
-
-
-def learning_rate(step, horizon):
-    """Linear warm-up over WARMUP of the horizon, then cosine to 0. step counts from 0."""
-    warm = max(1, round(WARMUP * horizon))
-    if step < warm:
-        return LR * (step + 1) / warm
-    return LR * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, horizon - warm)))
-
-
-def selector_ramp(step, horizon):
-    """Share of the selector's loss: 0, then growing over SELECTOR_RAMP of the horizon to 1."""
-    silent = round(SELECTOR_WARMUP * horizon)
-    growing = max(1, round(SELECTOR_RAMP * horizon))
-    return min(1.0, max(0.0, (step - silent + 1) / growing)) if step >= silent else 0.0
-
-
 # ------------------------------------------------------------------------------------- one optimiser step
 
 MOMENTS = "exp_avg", "exp_avg_sq"  # AdamW's
@@ -543,7 +601,7 @@ EPS = 1e-8
 
 
 def adamw(masters, weights, grads, first, second, lr, count, scale, skip):
-    """AdamW without weight decay (arXiv 1711.05101, as torch.optim's), in place; lists of a layer's tensors.
+    """Adam (arXiv 1412.6980; AdamW without weight decay is the same), in place; lists of a layer's tensors.
 
     lr, count (updates, this one included), scale (gradients are divided by it), skip (bool): 0-dim tensors,
     so that nothing waits for the device. Compiled it is one pass over 28 bytes a weight; torch's fused AdamW
@@ -790,7 +848,8 @@ def evaluate_row(replica, batch, sums, gate):
 
 
 def evaluate(run, replica, plan):
-    """This drafter's held-out rows; the leader adds up and logs. -> is it the best so far (to the leader)?"""
+    """This drafter's held-out rows; the leader adds up and logs. Returns whether it is the best so far
+    (leader only)."""
     leads = replica.index == 0
     replica.eval_sums = EvalSums(run.config)
     with run.log.clock.evaluating() if leads else nullcontext():
@@ -816,55 +875,6 @@ def merge_evaluation(run, step):
     return run.log.log_evaluation(step, total.metrics())
 
 
-# --------------------------------------------------------------------------------- the drafter's thread
-
-
-def drafter_worker(run, d):
-    """Drafter thread d: evaluate, save and train as each step's plan says. Decisions for all threads are made
-    at a barrier."""
-    replica = run.replicas[d]
-    optimizer = run.optimizers[d]
-    leads = d == 0
-    enter_thread(replica.device)
-    for plan in run.schedule.plans():
-        is_new_best = False
-        if plan.evaluate and not run.workers.ending:
-            is_new_best = evaluate(run, replica, plan)
-        if leads:
-            save_if_due(run, optimizer, plan, is_new_best)
-        if run.workers.ending or not plan.train_jobs:
-            return
-        train_step(run, replica, optimizer, plan)
-        if leads and plan.step == run.schedule.start:
-            run.log.write_start(run.start_clock, run.gate.seconds_alone)
-        if leads:
-            lr = learning_rate(plan.step, run.data.horizon)
-            run.log.log_if_due(optimizer, plan.step + 1, lr, run.queues, run.reduce_watch, run.workers.ending)
-
-
-def save_if_due(run, optimizer, plan, is_new_best):
-    """Every SAVE_EVERY steps, at the end, and whenever tau is the best so far."""
-    saver = run.saver
-    at_start = plan.step == run.schedule.start
-    at_end = run.workers.ending or not plan.train_jobs
-    if is_new_best and at_start and run.machines.rank == 0:  # a resumed run's: it is on the disk already
-        checkpoints.point_best(saver.out, plan.step)
-    if at_start or not (is_new_best or at_end or plan.step % SAVE_EVERY == 0):
-        return
-    run.log.read_statistics(optimizer, plan.step)
-    if run.machines.rank:
-        return  # machine 0 writes for all; the others follow what it would write, to decide alike
-    info = {
-        "step": plan.step,
-        "horizon": run.data.horizon,
-        "data": run.data.train.conversations.fingerprint,
-        **asdict(run.log.progress),
-        "constants": start.saved_constants(settings.snapshot(THIS_MODULE), run.machines.size),
-    }
-    saver.start(plan.step, optimizer.state, info, run.log.progress, is_new_best)
-    run.workers.tick()
-
-
 # -------------------------------------------------------------------------------------------- start-up
 
 
@@ -877,8 +887,8 @@ class Models(NamedTuple):
 
 
 def load_models(config, data, state, tokenizer, links, n_machines, workers, clock) -> Models:
-    """The target and its replicas, then the drafters. In the main thread, before any other exists: concurrent
-    from_pretrained calls leave meta tensors and a wrong default dtype behind in silence."""
+    """The target and its replicas, then the drafters. In the main thread, before any worker thread exists:
+    concurrent from_pretrained calls leave meta tensors and a wrong default dtype behind in silence."""
     target_devices = [torch.device(name) for name in TARGET_DEVICES]
     drafter_devices = [torch.device(name) for name in DRAFTER_DEVICES]
     with workers.slow(), clock.part("loading the target"):  # it may have to be downloaded
@@ -892,7 +902,7 @@ def load_models(config, data, state, tokenizer, links, n_machines, workers, cloc
     config = replace(config, input_embedding_scale=target.embedding_scale(embed))
     start.check_target_of_head(config, head.scale)
     target.report_kernels(decoder)
-    # FP8 layers look for their kernels now
+    # the first forward imports the kernels of quantised layers
     with user_error_on(f"TARGET = {TARGET}: can't run", ImportError), clock.part("proof"):
         target.verify_target(TARGET, model, config, data.train.conversations, tokenizer)
 
@@ -1074,7 +1084,7 @@ def open_checkpoint():
     require(CKPT, "CKPT is empty: name a checkpoint directory")
     start.require_devices("TARGET_DEVICES", TARGET_DEVICES[:1])
     config, weights = start.load_drafter("CKPT", CKPT)
-    load_config(TARGET)  # a TARGET that isn't there is said before its tokenizer is missed
+    load_config(TARGET)  # report a missing TARGET before its missing tokenizer
     tokenizer = load_tokenizer(TARGET)
     model = load_target(TARGET_DEVICES[0])
     here = (model.config.get_text_config().hidden_size, len(model.get_decoder().layers))

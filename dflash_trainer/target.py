@@ -1,11 +1,11 @@
 """The trainer's target: weights of any causal LM that transformers reads, and proofs on them.
 
-    load_model          safetensors files -> one device, no second copy in host memory; or random weights in
-    place check_weights       a missing, misshapen or unknown weight of the language model is an error with
-    its name make_head           the output layer as the drafter uses it: with the target's scale and soft cap
+    load_model          safetensors files -> one device, no second copy in host memory; or random weights
+    check_weights       a missing, misshapen or unknown weight of the language model is an error with its name
+    make_head           the output layer as the drafter uses it, with the target's scale and soft cap
     verify_target       hooks and head against the model's own outputs, labels against its argmax
-    overhead_in_tokens  fixed cost of one call report_kernels      says which kernels linear-attention layers
-    can use
+    overhead_in_tokens  fixed cost of one call, in tokens
+    report_kernels      which kernels linear-attention layers can use
 
 What is known before the weights are read is in target_config.py.
 """
