@@ -478,6 +478,17 @@ def slot_weights(ce: torch.Tensor, counts: torch.Tensor, kind: str, gamma: float
 
 
 # --------------------------------------------------------------------------------------------- loss
+# Which functions make a row's loss, by LossSpec.form:
+#
+#                                          "checkpoint"         "fused": gradient made in forward
+#   plain_loss, tokens alone               ce_of_chunk          FusedCE
+#   plain_loss, the target's distribution  terms_of_chunk       FusedTerms (fused_terms)
+#   selector_loss (dflash2): its backbone  terms_of_chunk       FusedTerms (fused_terms)
+#                            its selector  selector_of_chunk    the same
+#   markov_loss (dspark)                   terms_of_chunk       FusedMarkov where the target's distribution is
+#                                                               read and nothing capped, else as on the left
+#
+# NAME_with_grad is pure and the reference of NAME_and_grad, which writes the gradient over the logits.
 
 def cap(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
     """Soft cap of some targets: |logits| stays below it."""
@@ -592,7 +603,8 @@ def chunked_ce(hidden: torch.Tensor, head: Head, labels: torch.Tensor, chunk: in
     """hidden (M, D), labels (M,), M a multiple of chunk -> ce (M,) fp32 with gradient, argmax == label (M,).
 
     "checkpoint" is the readable reference: each chunk's logits are made again in backward. "fused" makes the
-    hidden gradient in forward. Either way no more than one chunk's logits are in memory.
+    hidden gradient in forward; where none is asked for, as in evaluation, the reference runs.
+    Either way no more than one chunk's logits are in memory.
     """
     if form == "fused" and torch.is_grad_enabled() and hidden.requires_grad:
         return FusedCE.apply(hidden, head, labels, chunk, ce_and_grad)

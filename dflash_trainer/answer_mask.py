@@ -1,7 +1,7 @@
 r"""Chats -> text and the stretches of it that the assistant said.
 
     AnswerFinder.find(chat) -> (text, [Stretch])     in characters of the text that the chat template makes
-    mask_tokens(ids, offsets, stretches)             -> turn number of each token
+    mask_tokens(offsets, stretches)                  -> turn number of each token
 
 How: the conversation is rendered once more as a *skeleton*, in which every text is replaced by a numbered
 mark. The skeleton says what the template writes between the texts, and walking the real text along it says

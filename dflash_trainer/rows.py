@@ -89,7 +89,7 @@ def make_row(conversations: Conversations, members: Sequence[int], seq_len: int,
 def run_length(turn: np.ndarray, conversation: np.ndarray) -> np.ndarray:
     """(S,) -> int64 (S,): how many next positions are supervised, in the same turn and conversation.
 
-    Anchor a is valid iff it is >= 1 there; slot k of anchor a counts iff k <= it.
+    Anchor a is valid iff it is >= 1 there; draft j = 1.. of anchor a counts iff j <= it.
     """
     same_turn = (turn[:-1] > 0) & (turn[:-1] == turn[1:])
     goes_on = same_turn & (conversation[:-1] == conversation[1:])

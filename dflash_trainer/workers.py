@@ -93,7 +93,7 @@ class Workers:
             with suppress(not_yet):
                 return attempt()
 
-    def at_barrier(self, leads: bool, action: Callable[[], object]) -> None:
+    def at_barrier(self, leads: bool, action: Callable[[], object]) -> object:
         """All drafters arrive; the one that leads does `action`; all go on. -> its result, to the leader."""
         self.barrier.wait()
         result = action() if leads else None
