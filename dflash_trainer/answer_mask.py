@@ -282,6 +282,7 @@ def forms_of(piece: Piece) -> Iterable[str]:
         yield text
         yield json.dumps(text, ensure_ascii=False)[1:-1]
         yield json.dumps(text)[1:-1]
+        yield repr(text)[1:-1]  # where calls are written as Python
 
 
 def shortened(text: str) -> str:
@@ -460,6 +461,7 @@ class LayoutMaker:
             written = {json.dumps(value), json.dumps(value, ensure_ascii=False), str(value)}
             if isinstance(value, str):
                 written |= {json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1]}
+                written.add(repr(value))
             values = "|".join(re.escape(text) for text in written)
             pattern = rf"(?<!\w){re.escape(key)}(?!\w)"
             if value not in ("", {}, []):

@@ -37,6 +37,8 @@ from chats import (  # noqa: F401
     user,
     write,
 )
+from dflash_trainer import chat_lines
+from dflash_trainer.answer_mask import AnswerFinder
 from dflash_trainer.chat_lines import BadLine
 from dflash_trainer.errors import UserError
 
@@ -279,6 +281,21 @@ def test_conversations_that_begin_with_the_assistant_or_end_with_the_user():
         1: "Hello there.<|im_end|>",
         2: "A b.<|im_end|>",
     }
+
+
+def test_conversations_of_one_shape_are_rendered_once_each(monkeypatch):
+    finder = AnswerFinder(tokenizer(QWEN35), {})
+    rendered = []
+    inner = finder.template.render
+    monkeypatch.setattr(finder.template, "render", lambda *a, **k: rendered.append(1) or inner(*a, **k))
+    rows = [{"messages": [user(f"Say {n}."), answer(f"{n} it is."), user("Why?"), answer("So.", reasoning="Hm.")]}
+            for n in range(5)]
+    for row in rows:
+        text, found = finder.find(chat_lines.parse_row(row))
+        assert [text[s.start:s.end] for s in found] == [
+            row["messages"][1]["content"] + "<|im_end|>", "Hm.\n</think>\n\nSo.<|im_end|>"]
+    first = len(rendered) - 4
+    assert first <= 6  # the first one, and no more than one for each of the others
 
 
 def test_two_adjacent_answers_are_two_turns():
