@@ -11,11 +11,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import train_dflash as td
-from chats import (  # noqa: F401
+from chats import own_cache  # noqa: F401, I001  a fixture of every test here
+from chats import (
     CASES,
     CHATML,
     GEMMA,
-    GOOD,
     GPT_OSS,
     LLAMA3,
     MISTRAL,
@@ -29,7 +29,6 @@ from chats import (  # noqa: F401
     answer,
     bpe,
     build,
-    own_cache,
     said,
     tokenizer,
     tokens,

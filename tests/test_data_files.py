@@ -7,30 +7,11 @@ from pathlib import Path
 import pytest
 
 import train_dflash as td
-from chats import (  # noqa: F401
-    CASES,
-    CHATML,
-    GEMMA,
+from chats import own_cache  # noqa: F401, I001  a fixture of every test here
+from chats import (
     GOOD,
-    GPT_OSS,
-    LLAMA3,
-    MISTRAL,
-    NO_PROMPT,
-    QWEN3,
-    QWEN35,
-    SPECIAL,
-    TAGGED,
-    TAGGED_TEXT_ONLY,
-    TRUNCATES,
-    answer,
-    bpe,
     build,
-    own_cache,
-    said,
     tokenizer,
-    tokens,
-    turns,
-    user,
     write,
 )
 from dflash_trainer import data_files

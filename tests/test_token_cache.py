@@ -9,29 +9,14 @@ from pathlib import Path
 import numpy as np
 
 import train_dflash as td
-from chats import (  # noqa: F401
-    CASES,
-    CHATML,
-    GEMMA,
+from chats import own_cache  # noqa: F401, I001  a fixture of every test here
+from chats import (
     GOOD,
     GPT_OSS,
-    LLAMA3,
-    MISTRAL,
-    NO_PROMPT,
     QWEN3,
-    QWEN35,
-    SPECIAL,
-    TAGGED,
-    TAGGED_TEXT_ONLY,
-    TRUNCATES,
     answer,
-    bpe,
     build,
-    own_cache,
-    said,
     tokenizer,
-    tokens,
-    turns,
     user,
     write,
 )
