@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import train_dflash as td
-from chats import own_cache  # noqa: F401, I001  a fixture of every test here
 from chats import (
     CASES,
     CHATML,
@@ -29,6 +28,7 @@ from chats import (
     answer,
     bpe,
     build,
+    own_cache,  # noqa: F401  a fixture of every test here
     said,
     tokenizer,
     tokens,

@@ -6,8 +6,13 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from chats import own_cache  # noqa: F401, I001  a fixture of every test here
-from chats import CASES, CHATML, bpe, turns
+from chats import (
+    CASES,
+    CHATML,
+    bpe,
+    own_cache,  # noqa: F401  a fixture of every test here
+    turns,
+)
 from dflash_trainer import token_cache
 from dflash_trainer.errors import UserError
 

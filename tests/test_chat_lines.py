@@ -8,7 +8,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import train_dflash as td
-from chats import own_cache  # noqa: F401, I001  a fixture of every test here
 from chats import (
     CASES,
     CHATML,
@@ -16,6 +15,7 @@ from chats import (
     QWEN3,
     answer,
     build,
+    own_cache,  # noqa: F401  a fixture of every test here
     tokenizer,
     turns,
     user,

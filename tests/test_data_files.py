@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import train_dflash as td
-from chats import own_cache  # noqa: F401, I001  a fixture of every test here
 from chats import (
     GOOD,
     build,
+    own_cache,  # noqa: F401  a fixture of every test here
     tokenizer,
     write,
 )

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 
 import train_dflash as td
-from chats import own_cache  # noqa: F401, I001  a fixture of every test here
 from chats import (
     GOOD,
     GPT_OSS,
     QWEN3,
     answer,
     build,
+    own_cache,  # noqa: F401  a fixture of every test here
     tokenizer,
     user,
     write,
