@@ -24,7 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,11 +42,13 @@ N: int = 50                    # prompts
 MAX_NEW_TOKENS: int = 256
 OUT: str = ""                  # file for the log as well
 UNMENDED: bool = True          # decode with vLLM as it comes too, to show its fault
+TRAINING: str = ""             # words on CKPT's training for the log; "": what its trainer.json says
 PORT: int = 8000               # of `serve`
 
 VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
              "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine in this process: it is mended here
 MENDED = "DFLASH_MENDED_VLLM"  # variable of the environment: this file mends vLLM when it is imported
+BATCH = 25                     # prompts that plain_greedy decodes together
 MAX_LENGTH = 1024              # tokens of a conversation that vLLM makes room for
 TOLD = ("BLOCK_SIZE", "DRAFT_LAYERS", "TARGET_LAYER_IDS", "SEQ_LEN", "NUM_ANCHORS", "ROWS_PER_STEP", "EPOCHS",
         "STEPS", "LR", "LOSS", "SEED")  # of the checkpoint's training
@@ -126,20 +128,37 @@ def serve() -> int:
 
 # ------------------------------------------------------------------------------------------ the other side
 
-def plain_greedy(target: str, prompts: list[list[int]], limit: int) -> list[list[int]]:
-    """transformers' own greedy answers, fp32. Runs in a process of its own."""
+def plain_greedy(target: str, answers: list[dict], limit: int) -> list[list[int]]:
+    """transformers' own greedy answers to the same prompts, fp32: in padded batches, and alone where
+    that gives other ids than vLLM did, for padding rounds differently. Runs in a process of its own."""
     import torch
     from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    answers = []
-    for number, prompt in enumerate(prompts, 1):
-        ids = torch.tensor([prompt])
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+
+    def generate(prompts: list[list[int]]) -> list[list[int]]:
+        longest = max(len(prompt) for prompt in prompts)
+        ids = torch.tensor([[ends[0]] * (longest - len(prompt)) + prompt for prompt in prompts])
+        seen = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         with torch.no_grad():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False,
-                                 max_new_tokens=limit)
-        answers.append(out[0, len(prompt):].tolist())
-        progress(f"plain greedy {number}: {len(answers[-1])} tokens")
-    return answers
+            out = model.generate(ids, attention_mask=seen, do_sample=False, max_new_tokens=limit,
+                                 pad_token_id=ends[0])[:, longest:]
+        found = []
+        for row in out.tolist():
+            stop = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+            found.append(row[:stop])
+        return found
+
+    plain = []
+    for first in range(0, len(answers), BATCH):
+        plain += generate([answer["prompt_ids"] for answer in answers[first:first + BATCH]])
+        progress(f"plain greedy: {len(plain)} answers")
+    for i, answer in enumerate(answers):
+        if plain[i] != answer["ids"]:
+            (plain[i],) = generate([answer["prompt_ids"]])
+            progress(f"plain greedy: answer {i + 1} once more, alone")
+    return plain
 
 
 def walk(answers: list[dict]) -> tuple[list[int], float]:
@@ -205,8 +224,8 @@ def read_config() -> dict:
 def training() -> str:
     """The settings of the checkpoint's training, as its trainer.json has them."""
     path = Path(CKPT, "trainer.json")
-    if not path.is_file():
-        return "no trainer.json beside it"
+    if TRAINING or not path.is_file():
+        return TRAINING or "no trainer.json beside it"
     info = json.loads(path.read_text())
     constants = info["constants"]
     named = [f"{name}={constants[name]}" for name in TOLD if name in constants]
@@ -251,9 +270,12 @@ def prove() -> int:
     log.line(f"drafter: block_size {drafts + 1}, {layers}; num_speculative_tokens {drafts}")
     log.line(f"its training: {training()}")
     asked = conversations()
-    served = alone(decode, TARGET, CKPT, drafts, asked, MAX_NEW_TOKENS, True)
-    plain = alone(plain_greedy, TARGET, [answer["prompt_ids"] for answer in served], MAX_NEW_TOKENS)
-    unmended = alone(decode, TARGET, CKPT, drafts, asked, MAX_NEW_TOKENS, False) if UNMENDED else None
+    with ThreadPoolExecutor() as side_by_side:
+        runs = [side_by_side.submit(alone, decode, TARGET, CKPT, drafts, asked, MAX_NEW_TOKENS, mended)
+                for mended in ((True, False) if UNMENDED else (True,))]
+    served = runs[0].result()
+    unmended = runs[1].result() if UNMENDED else None
+    plain = alone(plain_greedy, TARGET, served, MAX_NEW_TOKENS)
     walked, tau = walk(served)
     same_ids = [answer["ids"] == ids for answer, ids in zip(served, plain, strict=True)]
     passes = [len(answer["accepted"]) for answer in served]

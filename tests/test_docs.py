@@ -9,7 +9,8 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-ENVIRONMENT = {"NAME", "PYTHON", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "XDG_CACHE_HOME"}
+ENVIRONMENT = {"NAME", "PYTHON", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "XDG_CACHE_HOME",
+               "VLLM_CPU_KVCACHE_SPACE"}
 
 
 def slug(heading):
