@@ -2,7 +2,7 @@
 
     Drafter(config, attend)          target's hidden states + blocks [anchor, mask, ...] -> block hiddens
     Batch, block_arrays()            a packed row with its anchors, and which slots count
-    row_loss()                       mask, forward, chunked_ce() and weights of one row
+    row_loss()                       mask, forward and the loss of the drafter's head, of one row
     walk()                           acceptance as a server counts it
 
 Shapes: S context tokens in a row, N anchors in a row, K slots in a block, D hidden size, L tapped target
@@ -395,7 +395,7 @@ class Batch(NamedTuple):
     Its anchors come in G groups of N, the one shape that is compiled: training has one group, evaluation as
     many as the row has valid anchors. Padding blocks: anchor 0, start 0, counted 0.
     """
-    target_hidden: torch.Tensor  # (1, S, L*D) the target's hidden states at its tapped layers
+    target_hidden: torch.Tensor  # (1, S, L*D) tapped hidden states; (L+1)*D with the last one behind them
     ids: torch.Tensor            # (S,) token ids
     positions: torch.Tensor      # (S,) position of each token in its own conversation
     anchors: torch.Tensor        # (G, N) row index of each anchor, ascending; padding at the end
@@ -456,6 +456,8 @@ def keep_blocks_whole(slots: np.ndarray, block_size: int, chunk: int, padding: i
         slots = slots[end:]
     return np.concatenate([*chunks, slots])
 
+
+# --------------------------------------------------------------------------------------------- loss
 
 def default_gamma(n_drafts: int) -> float:
     """Decay length of the slot weights: the published values, else (J + 1) / 2."""
@@ -923,7 +925,7 @@ def selector_of_chunk(hidden: torch.Tensor, predecessors: torch.Tensor, labels: 
 # ---------------------------------------------------------------------------------------- one row
 
 class LossSpec(NamedTuple):
-    """How a row's loss is made; every field is a constant of the trainer."""
+    """How a row's loss is made: train_dflash.loss_spec() fills it from settings and drafter config."""
     kind: str            # "decay" | "dpace"
     gamma: float
     form: str            # "checkpoint" | "fused"

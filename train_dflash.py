@@ -4,7 +4,7 @@
     python train_dflash.py NAME=VALUE ...         train with constants overridden
     python train_dflash.py inspect|eval|generate  look at the data, measure a checkpoint, decode a prompt
 
-The way of the data, in order, with the names of the functions:
+The path of the data, in order, with the names of the functions:
 
     JSONL files  --load_data-------->  token ids and turns of conversations, memory-mapped
     target_worker, one per target      in the order of Schedule's jobs:
@@ -20,8 +20,8 @@ The way of the data, in order, with the names of the functions:
                  --Optimizer.update->  clip, Adam on fp32 masters; a bad update is skipped on the device
 
 Words: an ANCHOR is a token of an answer. Its BLOCK has K SLOTS: slot 0 holds the anchor, the others hold
-mask tokens. A DRAFT is a token that a slot predicts, from the block and from the target's hidden states (of
-some of its layers: the TAPS) of the tokens before the anchor; a block has J drafts, K-1 (HEAD=dspark: K). A
+mask tokens. A DRAFT is the token that a slot predicts, from the block and from the target's hidden states of
+the tokens before the anchor, at some of its layers (the TAPS). A block has J = K-1 drafts (HEAD=dspark: K). A
 ROW is SEQ_LEN packed context tokens with NUM_ANCHORS anchors. A MICRO-STEP is forward and backward of one row
 on one drafter; a STEP is one optimiser step over ROWS_PER_STEP rows, whichever drafters had them. Under
 torchrun each of several machines does this with its own ROWS_PER_STEP rows, and gradients are summed over
@@ -74,9 +74,9 @@ EVAL_DATA: str = "data/eval.jsonl"                    # held-out answers, the ta
 CHAT_TEMPLATE_KWARGS: dict = {}                       # of the chat template, e.g. {"enable_thinking": False}
 MAX_BAD_SHARE: float = 0.01                           # malformed lines tolerated, from 1,000 lines on
 SEQ_LEN: int = 4096                                   # S, tokens
-NUM_ANCHORS: int = 512                                # N, a row
+NUM_ANCHORS: int = 512                                # N, at most, per row
 # drafter
-BLOCK_SIZE: int = 16                                  # K, slots: the anchor and K-1 drafted tokens
+BLOCK_SIZE: int = 16                                  # K, slots: the anchor and K-1 masks
 DRAFT_LAYERS: int = 5
 LAYER_TYPES: list[str] | None = None                  # None: full; for Qwen3.5/3.6 sliding x (n-1) + full
 SLIDING_WINDOW: int = 2048                            # W, tokens, of "sliding_attention" layers
@@ -110,7 +110,7 @@ LR: float = 6e-4
 WARMUP: float = 0.04                                  # share of the horizon, linear; cosine to 0 after it
 CLIP: float = 1.0                                     # global gradient norm
 LOSS: str = "dpace"                                   # weights of the slots: "dpace" | "decay", DFlash's own
-GAMMA: float | None = None                            # decay, drafts; None: 7, 5, 4 for 15, 9, 7, else half
+GAMMA: float | None = None                            # decay; None: 7, 5, 4 for J = 15, 9, 7, else (J+1)/2
 LOSS_TERMS: dict | None = None                        # "ce" on the target's token; on its distribution "tv",
                                                       # "kl", "nla", "lk"; None: ce; dspark: .1 ce + 1.8 tv
 LOSS_FORM: str = "fused"                              # "fused": gradient in forward | "checkpoint"
@@ -145,7 +145,7 @@ DEMO = dict(  # `bash run.sh demo`: SmolLM2-135M-Instruct's own answers to quest
 THIS_MODULE = sys.modules[__name__]
 AS_WRITTEN = settings.values(THIS_MODULE)  # before the command line changes any
 # Held by every worker thread around its whole first step (pytorch#136196): a target's first row, a drafter's
-# first micro-step. What else is new to a thread, evaluation and update among it, runs alone in the gate.
+# first micro-step. Other work that is new to a thread (evaluation, update) runs alone in the gate.
 FIRST_STEP_LOCK = threading.Lock()
 
 # ------------------------------------------------------------------------------------------ the data
@@ -163,8 +163,8 @@ class Data(NamedTuple):
     held_out: EvalRows | None  # None where EVAL_EVERY is 0
     horizon: int               # optimiser steps of the whole schedule
 
-    def row(self, kind, index) -> Row:
-        """Host arrays of a training ("train") or held-out ("eval") row, and its anchors."""
+    def row(self, kind, index) -> tuple[Row, np.ndarray]:
+        """A training ("train") or held-out ("eval") row and its anchors, on the host."""
         return (self.train if kind == "train" else self.held_out).row(index)
 
 
@@ -339,7 +339,8 @@ def choose_batches(decoder, rows, *held_out):
 
 
 def target_features(forward, row, batches, gate, device):
-    """Hidden states of the tapped layers for one packed row -> (1, S, L*D) on `device`, zeros where padded.
+    """Hidden states of the tapped layers for one packed row -> (1, S, L*D) on `device`, zeros where padded;
+    (1, S, (L+1)*D) where the loss reads the target's last hidden state (needs_last, below).
 
     Conversations run as batch rows padded on the RIGHT to a few fixed shapes: left padding would enter the
     state of linear layers, and one packed sequence is silently wrong without special kernels.
@@ -348,15 +349,15 @@ def target_features(forward, row, batches, gate, device):
     target_hidden = None
     for batch, length, members in batches.split(row.lengths):
         in_row = np.concatenate([np.arange(starts[m], starts[m + 1]) for m in members])
-        in_call = np.concatenate([i * length + np.arange(row.lengths[m]) for i, m in enumerate(members)])
+        in_batch = np.concatenate([i * length + np.arange(row.lengths[m]) for i, m in enumerate(members)])
         ids = np.zeros(batch * length, dtype=np.int64)
-        ids[in_call] = row.ids[in_row]
-        ids, in_row, in_call = (to_device(torch.from_numpy(a), device) for a in (ids, in_row, in_call))
+        ids[in_batch] = row.ids[in_row]
+        ids, in_row, in_batch = (to_device(torch.from_numpy(a), device) for a in (ids, in_row, in_batch))
         with gate.work("target", str(device), batch, length):
             hidden = forward(ids.view(batch, length))  # (batch, length, L*D)
         if target_hidden is None:
             target_hidden = hidden.new_zeros(len(row.ids), hidden.shape[-1])
-        target_hidden[in_row] = hidden.flatten(0, 1)[in_call]
+        target_hidden[in_row] = hidden.flatten(0, 1)[in_batch]
     return target_hidden[None]
 
 
@@ -431,7 +432,7 @@ def drafter_worker(run, d):
 
 
 def save_if_due(run, optimizer, plan, is_new_best):
-    """Every SAVE_EVERY steps, at the end, and whenever tau is the best so far."""
+    """Every SAVE_EVERY steps, at the end, whenever tau is the best so far; not at the first step."""
     saver = run.saver
     at_start = plan.step == run.schedule.start
     at_end = run.workers.ending or not plan.train_jobs
@@ -620,7 +621,7 @@ def adamw(masters, weights, grads, first, second, lr, count, scale, skip):
 
 
 def loss_denominator(row_stats):
-    """(rows, columns of RowStats) of a step -> what its sum of w*ce is divided by: the weights' sum; for
+    """(rows, columns of RowStats) of a step -> what its sum of w*loss is divided by: the weights' sum; for
     D-PACE, whose weights are numbers of tokens, the valid blocks. The log's losses are divided by the
     weights' sum either way."""
     column = "anchors" if LOSS == "dpace" else "weight"
@@ -655,8 +656,8 @@ class Optimizer:
 
     @torch.no_grad()
     def update(self, lr, step, gate):
-        """Clip, AdamW, weights back to the compute dtype, without a host sync. The gradients are sums of w*ce
-        over the step: their division by the denominator and the clip are one scale."""
+        """Clip, AdamW, weights back to the compute dtype, without a host sync. The gradients are those of the
+        step's sum of w*loss: their division by the denominator and the clip are one scale."""
         norms = torch._foreach_norm([param.grad for param in self.params.values()], 2, dtype=torch.float32)
         norms = torch.stack(norms)
         raw_norm = torch.linalg.vector_norm(norms)
@@ -1143,7 +1144,7 @@ def generate():
 
 
 def inspect(*words):
-    """`inspect DATA=... [N]`: what the data chapter makes of the files, and N conversations. -> exit code."""
+    """`inspect DATA=... [N]`: what the reader makes of the files, and N conversations. -> exit code."""
     require(len(words) <= 1 and all(word.isdecimal() for word in words),
             f"inspect {' '.join(words)}: beside NAME=VALUE it takes one number, of conversations to show")
     vocab_size = load_config(TARGET).get_text_config().vocab_size

@@ -1,9 +1,9 @@
-"""Does vLLM's CPU build accept what the trainer's walk says, pass for pass? Makes results/vllm_cpu.txt.
+"""Does vLLM's CPU build accept what the trainer's walk says, pass for pass? Writes a log to OUT.
 
-    python dev/vllm_proof.py CKPT=<checkpoint> TARGET=<dir> DATA=<answers.jsonl> OUT=results/vllm_cpu.txt
+    python dev/vllm_proof.py CKPT=<checkpoint> TARGET=<dir> DATA=<answers.jsonl> OUT=<log.txt>
     python dev/vllm_proof.py serve CKPT=<checkpoint> TARGET=<dir> [PORT=8000]     the mended build as a server
 
-Runs in a venv of its own with vllm-cpu (docs/serving.md has the lines). fp32, greedy, one prompt at a time:
+Runs in a venv of its own with vllm-cpu. fp32, greedy, one prompt at a time:
     plain_greedy    transformers' generate(): the ids that every other decoder must give
     decode          vLLM with the checkpoint as its drafter, as it comes and mended
     walk            `train_dflash.py eval` on vLLM's ids: passes of each answer

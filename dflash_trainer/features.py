@@ -222,13 +222,13 @@ def least_costs(rows: np.ndarray, shapes: np.ndarray, overhead_in_tokens: float)
     n = rows.shape[1]
     batch = shapes[..., 0]
     length = shapes[..., 1]
-    call_cost = (overhead_in_tokens + batch * length)[..., None]      # (C, M, 1)
+    batch_cost = (overhead_in_tokens + batch * length)[..., None]      # (C, M, 1)
     every_set = np.arange(n_sets)[:, None]
     costs = np.zeros((n_sets, len(rows), n + 1))
     for i in reversed(range(n)):
         rest = costs[every_set, :, np.minimum(i + batch, n)]          # (C, M, R)
         fits = length[..., None] >= rows[:, i]
-        least = np.where(fits, call_cost + rest, np.inf).min(axis=1)  # (C, R)
+        least = np.where(fits, batch_cost + rest, np.inf).min(axis=1)  # (C, R)
         costs[..., i] = np.where(rows[:, i] > 0, least, 0)
     return costs
 
@@ -236,7 +236,7 @@ def least_costs(rows: np.ndarray, shapes: np.ndarray, overhead_in_tokens: float)
 class TargetBatches(NamedTuple):
     """How a target runs the conversations of a row: in few shapes, since a new one must run alone."""
     shapes: list                # (batch, length), by length; the last holds the longest conversation
-    overhead_in_tokens: float   # fixed cost of one target call, as the number of tokens that take as long
+    overhead_in_tokens: float   # fixed cost of a batch, as the number of tokens that take as long
 
     def split(self, row_lengths: Sequence[int]) -> list[tuple[int, int, list[int]]]:
         """-> [(batch, length, [positions in the row])], longest first: the batches that cost least."""
@@ -257,7 +257,6 @@ class TargetBatches(NamedTuple):
             batches.append((batch, length, order[i:i + batch]))
             i += batch
         return batches
-
 
 
 BATCH_SIZES = np.unique(np.geomspace(1, 512, 48).round().astype(int)).tolist()  # to choose from

@@ -27,9 +27,9 @@ from dflash_trainer.start_clock import StartClock, table
 
 class RowStats(NamedTuple):
     """One row's micro-step: columns of a tensor, summed over drafters and machines with the gradients."""
-    loss: float      # sum of w * ce
+    loss: float      # sum of w * loss of a slot, the terms of LOSS_TERMS mixed
     weight: float    # sum of w
-    matches: float   # accepted slots, summed over the valid anchors
+    matches: float   # leading drafts that are right, summed over the valid anchors
     anchors: float   # valid anchors
     bad: float       # 1 where the loss was not finite
     tv: float = 0.0  # sum of w * tv, where the loss needs the target's distribution
@@ -42,7 +42,7 @@ class StepStats(NamedTuple):
     skipped: float      # 1: no update, the step was bad or had no slot that counts
     bad: float          # 1: loss or gradients were not finite
     first_bad: float    # number of the first gradient that was not finite
-    denominator: float  # what the step's sum of w * ce was divided by
+    denominator: float  # what the step's sum of w * loss was divided by
 
 
 class StepRecord(NamedTuple):

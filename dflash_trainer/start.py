@@ -30,12 +30,13 @@ import torch
 import transformers
 
 from dflash_trainer import checkpoints
+from dflash_trainer.data_files import resolve_files
 from dflash_trainer.devices import check_pairs
 from dflash_trainer.errors import require, user_error_on
 from dflash_trainer.machines import Cluster, SingleMachine
 from dflash_trainer.run_log import LogFiles, Progress
 from dflash_trainer.settings import check_types, require_one_of, require_positive
-from dflash_trainer.token_cache import overlap, resolve_files
+from dflash_trainer.token_cache import overlap
 from model_drafter import HEADS, Drafter, DrafterConfig, LossTerms
 
 # what a resumed run must share with the one that wrote the checkpoint; the rest may change and is printed

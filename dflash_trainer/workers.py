@@ -35,7 +35,7 @@ class Workers:
         self.stop = threading.Event()
         self.error = None                 # text of the first failure
         self.lock = threading.Lock()
-        self.barrier = threading.Barrier(n_drafters)        # once or twice in every step
+        self.barrier = threading.Barrier(n_drafters)        # waited at twice in each at_barrier()
         self.start_barrier = threading.Barrier(n_drafters)  # after each drafter's first micro-step
         self.last_move = time.monotonic()
         self.n_slow = 0                   # loads and saves under way
@@ -94,7 +94,7 @@ class Workers:
                 return attempt()
 
     def at_barrier(self, leads: bool, action: Callable[[], object]) -> object:
-        """All drafters arrive; the one that leads does `action`; all go on. -> its result, to the leader."""
+        """All drafters arrive; the leader runs `action`; all go on. -> its result, None to the others."""
         self.barrier.wait()
         result = action() if leads else None
         self.barrier.wait()

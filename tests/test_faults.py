@@ -352,7 +352,7 @@ def test_a_reader_that_leaves_early(tmp_path, unbuffered):
 
 def test_help_is_the_head_of_the_script(capsys):
     assert trainer.main(["train", "--help"]) == 0
-    assert "The way of the data, in order" in capsys.readouterr().out
+    assert "The path of the data, in order" in capsys.readouterr().out
 
 
 def test_training_outlives_its_reader(tmp_path):

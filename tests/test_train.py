@@ -83,12 +83,12 @@ def test_a_new_target_shape_at_step_300(tmp_path, monkeypatch):
         {"input_ids": [FIRST_WORD + j % 40 for j in range(n)], "loss_mask": [0] * 4 + [1] * (n - 4)}
         for n in lengths))
 
-    class Calls(features.TargetBatches):
+    class NotingBatches(features.TargetBatches):
         def split(self, *args):
             plan = super().split(*args)
             seen.append(plan[0][1])
             return plan
-    monkeypatch.setattr(trainer, "choose_target_batches", lambda *args: Calls([(1, 40), (1, 64)], 1))
+    monkeypatch.setattr(trainer, "choose_target_batches", lambda *args: NotingBatches([(1, 40), (1, 64)], 1))
     train_ok(tmp_path / "o", DATA=data, SEED=seed, NUM_ANCHORS=4, STEPS=320, LOG_EVERY=80, **threads(2, 2))
     assert seen.count(64) == 1 and seen.index(64) > 590 and seen.count(40) == 639
 
