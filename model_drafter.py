@@ -731,6 +731,38 @@ def biased_terms_and_grad(logits: torch.Tensor, bias: torch.Tensor, target_logit
     return *values, backbone_correct, logits.copy_(grad)
 
 
+def biased_ce_and_grad(logits: torch.Tensor, bias: torch.Tensor, labels: torch.Tensor
+                       ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ce_with_grad of logits + bias (M, V); the gradient takes the place of the logits.
+
+    -> ce, correct, argmax of the logits alone == label before the gradient.
+    """
+    base = logits.float()
+    backbone_correct = base.argmax(-1) == labels
+    ce, correct, grad = ce_with_grad(base + bias.float(), labels, softcap=None)
+    return ce, correct, backbone_correct, logits.copy_(grad)
+
+
+CANDIDATE_GROUP = 64  # vocabulary entries whose maximum stands for them at first
+
+
+def likeliest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch.topk of (M, V) -> values, indices (M, k), exactly, with one plain pass over V.
+
+    The k largest stand in the k groups with the largest maxima: no other group can hold one, since k entries
+    are as large. torch.topk alone makes several passes over all V.
+    """
+    n_rows, vocab_size = logits.shape
+    if vocab_size % CANDIDATE_GROUP or vocab_size < 2 * k * CANDIDATE_GROUP:
+        return logits.topk(k, dim=-1)
+    grouped = logits.view(n_rows, -1, CANDIDATE_GROUP)
+    groups = grouped.amax(-1).topk(k, dim=-1).indices                                      # (M, k)
+    entries = grouped.gather(1, groups[..., None].expand(-1, -1, CANDIDATE_GROUP))         # (M, k, 64)
+    values, places = entries.flatten(1).topk(k, dim=-1)
+    group_of_place = groups.gather(1, places // CANDIDATE_GROUP)
+    return values, group_of_place * CANDIDATE_GROUP + places % CANDIDATE_GROUP
+
+
 def candidate_probs_of(target_logits: torch.Tensor, target_lse: torch.Tensor, candidates: torch.Tensor,
                        softcap: float | None) -> torch.Tensor:
     """The target's probabilities (M, k_top) of the candidates. target_logits (M, V) are before the cap."""
@@ -752,7 +784,7 @@ def fused_terms(hidden: torch.Tensor, head: Head, labels: torch.Tensor, target_l
         rows = slice(first, first + spec.chunk)
         logits = head.logits(hidden[rows])
         if top_k:  # before the gradient takes their place
-            candidates[rows] = logits.topk(top_k, dim=-1).indices
+            candidates[rows] = likeliest(logits, top_k)[1]
         if target_last is None:
             ce[rows], correct[rows], grad_logits = spec.ce_and_grad(logits, labels[rows], head.softcap)
             scale = spec.terms.ce
@@ -803,8 +835,8 @@ class MarkovGrads(NamedTuple):
 
 
 def fused_markov_terms(hidden: torch.Tensor, embedded: torch.Tensor, w2: torch.Tensor, head: Head,
-                       labels: torch.Tensor, target_last: torch.Tensor, blocks: "Blocks", spec: "LossSpec",
-                       grads: MarkovGrads | None) -> tuple[torch.Tensor, SlotTerms]:
+                       labels: torch.Tensor, target_last: torch.Tensor | None, blocks: "Blocks",
+                       spec: "LossSpec", grads: MarkovGrads | None) -> tuple[torch.Tensor, SlotTerms]:
     """DSpark: sum of w * loss, and the terms of hidden (M, D) with a bias from embedded predecessors (M, r).
 
     w2's gradient needs each slot's weight while the gradient of the chunk's logits is there: so chunks hold
@@ -818,16 +850,25 @@ def fused_markov_terms(hidden: torch.Tensor, embedded: torch.Tensor, w2: torch.T
         rows = slice(first, first + spec.chunk)
         logits = head.logits(hidden[rows])
         bias = F.linear(embedded[rows], w2)
-        (loss[rows], ce[rows], correct[rows], tv[rows], kl[rows], alpha[rows], _, backbone_correct[rows],
-         grad_logits) = spec.biased_terms_and_grad(
-             logits, bias, head.logits(target_last[rows]), labels[rows], spec.terms)
+        if target_last is None:
+            ce[rows], correct[rows], backbone_correct[rows], grad_logits = spec.biased_ce_and_grad(
+                logits, bias, labels[rows])
+            loss[rows] = spec.terms.ce * ce[rows]
+            scale = spec.terms.ce
+        else:
+            (loss[rows], ce[rows], correct[rows], tv[rows], kl[rows], alpha[rows], _, backbone_correct[rows],
+             grad_logits) = spec.biased_terms_and_grad(
+                 logits, bias, head.logits(target_last[rows]), labels[rows], spec.terms)
+            scale = 1.0
         weights[rows] = blocks.weights_of_chunk(ce[rows], blocks.slots[rows])
         if grads is not None:
-            weight = weights[rows, None].to(hidden.dtype)
+            weight = (scale * weights[rows, None]).to(hidden.dtype)
             grads.hidden[rows] = weight * head.grad_hidden(grad_logits, hidden.dtype)
             grads.embedded[rows] = weight * (grad_logits @ w2)
             grads.w2.add_(grad_logits.T @ (weight * embedded[rows]))
-    slots = SlotTerms(loss, ce, correct, tv, kl, alpha, backbone_correct)
+    slots = SlotTerms(loss, ce, correct, backbone_correct=backbone_correct)
+    if target_last is not None:
+        slots = slots._replace(tv=tv, kl=kl, alpha=alpha)
     return (weights * loss).sum(), slots
 
 
@@ -864,7 +905,7 @@ def terms_of_chunk(hidden: torch.Tensor, labels: torch.Tensor, target_last: torc
     if markov_w2 is not None:
         slots = slots._replace(backbone_correct=base.argmax(-1) == labels)
     if top_k:
-        unary, candidates = logits.topk(top_k, dim=-1)
+        unary, candidates = likeliest(logits, top_k)
         slots = slots._replace(unary=unary, candidates=candidates)
         if target_logits is not None:
             target_lse = target_logits.float().logsumexp(-1)
@@ -930,9 +971,10 @@ class LossSpec(NamedTuple):
     gamma: float
     form: str            # "checkpoint" | "fused"
     chunk: int           # rows of logits at a time
-    ce_and_grad: Callable = ce_and_grad  # of "fused"; may be compiled, as the next two
+    ce_and_grad: Callable = ce_and_grad  # of "fused"; may be compiled, as the next three
     terms_and_grad: Callable = terms_and_grad
     biased_terms_and_grad: Callable = biased_terms_and_grad
+    biased_ce_and_grad: Callable = biased_ce_and_grad
     terms: LossTerms = LossTerms()
     selector_terms: LossTerms = LossTerms()  # dflash2: ce and tv
     selector_detach: bool = False            # the selector's gradient ends at the backbone
@@ -1080,7 +1122,7 @@ def markov_loss(drafter: Drafter, head: Head, inputs: SlotInputs, blocks: Blocks
     """DSpark: biased logits, and how sure the confidence head is of each draft."""
     markov = drafter.markov_head
     embedded = markov.markov_w1(inputs.predecessors)  # (M, r)
-    if spec.form == "fused" and inputs.target_last is not None and head.softcap is None:
+    if spec.form == "fused" and head.softcap is None:
         w2 = markov.markov_w2.weight
         arguments = (inputs.hidden, embedded, w2, head, inputs.labels, inputs.target_last, blocks, spec)
         if torch.is_grad_enabled() and inputs.hidden.requires_grad:

@@ -569,7 +569,8 @@ class Replica:
         self.loss_spec = loss_spec(config)._replace(
             ce_and_grad=self.compile_for_thread(ce_and_grad),
             terms_and_grad=self.compile_for_thread(md.terms_and_grad),
-            biased_terms_and_grad=self.compile_for_thread(md.biased_terms_and_grad))
+            biased_terms_and_grad=self.compile_for_thread(md.biased_terms_and_grad),
+            biased_ce_and_grad=self.compile_for_thread(md.biased_ce_and_grad))
         self.selector_ramp = torch.ones((), device=device)  # share of the selector's loss
         if self.compiles:
             for module in (*self.drafter.layers, self.drafter.hidden_norm, self.drafter.norm):

@@ -43,22 +43,39 @@ DEVICE: str = ""                   # "": cuda:0 where there is one, else cpu
 REPEATS: int = 12
 WARM_UP: int = 4
 SLOW_LINK_GBS: float = 25.0        # two_drafters: GB/s of an emulated link (PCIe); 0: none
+PROFILE: bool = False              # the longest kernels of a step of each variant
 OUT: str = ""                      # file for all that is printed, and tracebacks
 
 THIS_MODULE = sys.modules[__name__]
 
 
 class Kind(NamedTuple):
-    layers: str              # "full" | "sliding"
-    form: str                # LOSS_FORM
-    one_conversation: bool   # a row, as SpecForge sees every row
+    text: str
+    layers: str = "full"            # "full" | "sliding"
+    one_conversation: bool = False  # a row, as SpecForge sees every row
+    constants: dict = {}            # of the trainer; BLOCK_SIZE counts from its own
 
 
+def head_kind(text, head, **constants):
+    """DSpark's anchor slot drafts as well: one slot fewer makes as many drafts."""
+    shorter = {"BLOCK_SIZE": -1} if head == "dspark" else {}
+    return Kind(text, constants={"HEAD": head, **shorter, **constants})
+
+
+SOFT = {"ce": 0.1, "tv": 1.8}
 KINDS = {
-    "fused": Kind("full", "fused", False),
-    "one": Kind("full", "fused", True),
-    "checkpoint": Kind("full", "checkpoint", False),
-    "sliding": Kind("sliding", "fused", False),
+    "fused": Kind("fused loss, full layers"),
+    "one": Kind("fused loss, full layers, one conversation a row", one_conversation=True),
+    "checkpoint": Kind("checkpoint loss, full layers", constants={"LOSS_FORM": "checkpoint"}),
+    "sliding": Kind("fused loss, sliding layers", layers="sliding"),
+    "soft": head_kind("dflash, 0.1 ce + 1.8 tv", "dflash", LOSS_TERMS=SOFT),
+    "dflash2": head_kind("dflash2, ce", "dflash2"),
+    "dflash2_soft": head_kind("dflash2, ce; selector 0.1 ce + 0.9 tv", "dflash2",
+                              SELECTOR_TERMS={"ce": 0.1, "tv": 0.9}),
+    "dspark_tokens": head_kind("dspark, ce, no confidence head", "dspark", LOSS_TERMS={"ce": 1.0},
+                               CONFIDENCE=0.0),
+    "dspark_ce": head_kind("dspark, ce and confidence", "dspark", LOSS_TERMS={"ce": 1.0}),
+    "dspark": head_kind("dspark, 0.1 ce + 1.8 tv and confidence", "dspark", LOSS_TERMS=SOFT),
 }
 
 
@@ -184,8 +201,15 @@ def steps(bench):
 
 def variant(bench, name):
     kind = KINDS[name]
+    constants = dict(kind.constants)
+    if "BLOCK_SIZE" in constants:
+        constants["BLOCK_SIZE"] += td.BLOCK_SIZE
+    with settings.changed(td, **constants):
+        measure_variant(bench, name, kind)
+
+
+def measure_variant(bench, name, kind):
     replica, optimizer = bench.rig.replica(kind.layers)
-    replica.loss_spec = replica.loss_spec._replace(form=kind.form)
     batches = bench.rig.batches(kind.one_conversation)
     trainer = Steps([(replica, optimizer)], [batches])
     first_losses = []
@@ -198,8 +222,13 @@ def variant(bench, name):
         if not first_losses:
             loss, weight, *_ = optimizer.row_stats.sum(0).tolist()
             first_losses.append(loss / weight)
-    text = f"{kind.form} loss, {kind.layers} layers" + ", one conversation a row" * kind.one_conversation
-    bench.measure(name, text, row, step, batches)
+    bench.measure(name, kind.text, row, step, batches)
+    if PROFILE:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+            step(0)
+            torch.cuda.synchronize(bench.device)
+        kernels = profiled.key_averages()
+        log(kernels.table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=90))
     log(f"  first loss {first_losses[0]:.3f}, ln V {math.log(len(replica.embed.weight)):.3f}; "
         f"rows through the head {[batch.slots.numel() for batch in batches]}")
 
@@ -294,6 +323,11 @@ def report(bench):
                      r.row_host, r.step_host])
     log(table(["variant", "forward+backward ms", "step ms", "TFLOP/s f+b", "share f+b", "TFLOP/s step",
                "peak GiB", "first step s", "host ms f+b", "host ms step"], rows))
+    plain = bench.results.get("fused")
+    for name, r in bench.results.items():
+        if plain and name != "fused":
+            peaks = f", peak {r.peak / plain.peak:.3f}" if r.peak else ""
+            log(f"{r.text}: step {r.step / plain.step:.3f} of plain DFlash's{peaks}")
     theirs = bench.results.get("specforge")
     for name in ("fused", "one"):
         ours = bench.results.get(name)

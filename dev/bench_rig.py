@@ -28,7 +28,7 @@ import train_dflash as td
 from dflash_trainer import checkpoints
 from dflash_trainer.devices import Stopwatch, replica_of
 from dflash_trainer.machines import SingleMachine
-from dflash_trainer.start import Links
+from dflash_trainer.start import Links, with_head
 from dflash_trainer.workers import Workers
 
 INPUT_SETS = 3                                      # used in turn: training never sees the same rows twice
@@ -46,6 +46,10 @@ SHAPES = {
         dict(hidden_size=5120, intermediate_size=17408, num_layers=5, num_heads=32, num_kv_heads=8,
              head_dim=128, vocab_size=248320, num_target_layers=64, target_layer_ids=(1, 16, 31, 46, 61)),
         dict(SEQ_LEN=4096, NUM_ANCHORS=512, BLOCK_SIZE=16, SLIDING_WINDOW=2048)),
+    "smollm2-135m": Shape(
+        dict(hidden_size=576, intermediate_size=1536, num_layers=5, num_heads=9, num_kv_heads=3,
+             head_dim=64, vocab_size=49152, num_target_layers=30, target_layer_ids=(1, 8, 14, 20, 27)),
+        dict(SEQ_LEN=8192, NUM_ANCHORS=2048, BLOCK_SIZE=8, SLIDING_WINDOW=2048, LOSS_CHUNK=4096)),
     "tiny": Shape(
         dict(hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
              vocab_size=512, num_target_layers=6, target_layer_ids=(1, 3)),
@@ -152,10 +156,11 @@ class Rig:
     def config(self, layers="full"):
         n = self.sizes["num_layers"]
         first = "full_attention" if layers == "full" else "sliding_attention"
-        return md.DrafterConfig(
+        config = md.DrafterConfig(
             **self.sizes, block_size=td.BLOCK_SIZE, mask_token_id=self.sizes["vocab_size"] - 250,
             layer_types=(first,) * (n - 1) + ("full_attention",), sliding_window=td.SLIDING_WINDOW,
             rope_theta=1e7)
+        return with_head(td, config)
 
     def batches(self, one_conversation=False, device=None):
         return [self.batch(seed, one_conversation, device or self.device) for seed in range(INPUT_SETS)]
@@ -178,12 +183,14 @@ class Rig:
         anchors = np.sort(rng.choice(valid, min(td.NUM_ANCHORS, len(valid)), replace=False))
         ids = rng.integers(0, c.vocab_size, td.SEQ_LEN)
         chunk = td.loss_chunk(c.n_drafts)
-        blocks = md.block_arrays(start, run_length, anchors, td.NUM_ANCHORS, c.block_size, chunk)
+        blocks = md.block_arrays(start, run_length, anchors, td.NUM_ANCHORS, c.block_size, chunk,
+                                 c.first_slot, whole_blocks=c.head == "dspark")
         arrays = (ids, np.arange(td.SEQ_LEN) - start, *blocks)
         tensors = [torch.from_numpy(array).to(device) for array in arrays]
+        n_states = len(c.target_layer_ids) + td.needs_last(c)
         target_hidden = torch.randn(
-            1, td.SEQ_LEN, len(c.target_layer_ids) * c.hidden_size, dtype=td.compute_dtype(device),
-            device=device, generator=torch.Generator(device).manual_seed(seed))
+            1, td.SEQ_LEN, n_states * c.hidden_size, dtype=td.compute_dtype(device), device=device,
+            generator=torch.Generator(device).manual_seed(seed))
         return md.Batch(target_hidden, *tensors, row=supervised)
 
     def replica(self, layers="full", index=0, device=None, rows_per_step=1):

@@ -206,9 +206,6 @@ class Fp8Head(nn.Module):
         if head.scale != 1:  # the factor on the logits, in both products
             self.token_scale *= head.scale
             self.entry_scale *= head.scale
-            self.bias = None if self.bias is None else self.bias * head.scale
-        self.token_scale *= head.scale
-        self.entry_scale *= head.scale
         self.quantize_rows = compiled(quantize_rows)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,8 @@ def test_tiny_shape_runs_through(tmp_path, monkeypatch, capsys):
     constants = settings.values(td)
     threads = torch.get_num_threads()
     out = tmp_path / "bench.md"
-    words = ["SHAPE=tiny", "DEVICE=cpu", "REPEATS=1", "WARM_UP=1", "VARIANTS=fused,sliding", f"OUT={out}"]
+    variants = "VARIANTS=fused,sliding,dflash2_soft,dspark_tokens,dspark"
+    words = ["SHAPE=tiny", "DEVICE=cpu", "REPEATS=1", "WARM_UP=1", variants, f"OUT={out}"]
     assert bench.main(words) == 0
     torch.set_num_threads(threads)
     assert settings.values(td) == constants
@@ -48,7 +49,7 @@ def test_tiny_shape_runs_through(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("word, error", [
     ("VARIANTS=fast", "an entry of VARIANTS = 'fast': must be one of fused"),
     ("PARTS=loop", "an entry of PARTS = 'loop': must be one of ceiling"),
-    ("SHAPE=large", "SHAPE = 'large': must be one of qwen3.6-27b, tiny"),
+    ("SHAPE=large", "SHAPE = 'large': must be one of qwen3.6-27b, smollm2-135m, tiny"),
     ("REPEATS=x", "REPEATS=x: expected int"),
     ("REPEATED=3", "unknown setting 'REPEATED'"),
 ])

@@ -164,6 +164,18 @@ def test_the_loss_with_an_fp8_head(softcap):
     assert torch.allclose(again, ce)
 
 
+def test_a_factor_on_the_logits_counts_once():
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(64, 96).requires_grad_(False)
+    plain = md.Head(linear, scale=0.25)
+    head = fp8.Fp8Head(plain, FORM, "X = fp8")
+    hidden, grad = torch.randn(48, 64), torch.randn(48, 96)
+    tokens = torch.randint(0, 96, (48, 3))
+    assert relative(head(hidden), 0.25 * linear(hidden)) < 0.05
+    assert relative(head.at_tokens(hidden, tokens), plain(hidden).gather(1, tokens)) < 0.06
+    assert relative(head.grad_hidden(grad, torch.float32), 0.25 * grad @ linear.weight) < 0.08
+
+
 def test_other_gradients_of_logits_take_the_largest_entry_of_their_row():
     torch.manual_seed(0)
     linear = torch.nn.Linear(64, 96, bias=False).requires_grad_(False)

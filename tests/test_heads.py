@@ -461,7 +461,7 @@ def unchunked(case, spec):
         ce = torch.where(is_label.any(1), scores.logsumexp(1) - (scores * is_label).sum(1), 0)
         kept = torch.minimum(scores.softmax(1), target.softmax(1).gather(1, candidates)).sum(1)
         extra = spec.selector_terms.ce * ce + spec.selector_terms.tv * (1 - kept)
-    elif spec.confidence:
+    elif config.head == "dspark":
         logit = case.drafter.confidence_head(hidden, embedded)
         alpha = slots.alpha.detach()
         extra = -spec.confidence * (alpha * nn.functional.logsigmoid(logit)
@@ -485,6 +485,39 @@ def test_all_forms_and_chunk_sizes_give_one_autograd_passs_gradients(name, cap, 
             assert result.loss.item() == pytest.approx(wanted_loss, rel=2e-6)
             for param in wanted:
                 close(grads[param], wanted[param], 5e-6)
+
+
+def test_dspark_on_tokens_alone_needs_no_target():
+    """ce alone, no confidence head: the target's last state may be missing."""
+    case = scaled_case("dspark_b8")
+    spec = case.spec(terms=LossTerms(ce=0.7), confidence=0.0)
+    assert not spec.needs_last("dspark")
+    wanted_loss, wanted = unchunked(case, spec)
+    for form in FORMS:
+        batch = case.batch(spec.chunk)
+        n_features = len(case.config.target_layer_ids) * case.config.hidden_size
+        batch = batch._replace(target_hidden=batch.target_hidden[..., :n_features])
+        case.drafter.zero_grad(set_to_none=True)
+        result = case.loss(batch, spec._replace(form=form))
+        result.loss.backward()
+        assert result.loss.item() == pytest.approx(wanted_loss, rel=2e-6)
+        assert result.expected_len is None
+        for name, param in case.drafter.named_parameters():
+            if not name.startswith("confidence_head"):
+                close(param.grad, wanted[name], 5e-6)
+
+
+def test_the_likeliest_tokens():
+    """Against a full sort; many equal values, whole groups of them, and vocabularies that have no groups."""
+    torch.manual_seed(0)
+    for vocab_size in (64, 100, 640, 2048, 2050, 4096):
+        for levels in (3, 50, 10**6):
+            logits = torch.randint(levels, (40, vocab_size)).float()
+            logits[:5, : vocab_size // 2] = levels + 1.0
+            values, tokens = md.likeliest(logits, 16)
+            assert torch.equal(values, logits.sort(dim=-1, descending=True).values[:, :16])
+            assert torch.equal(values, logits.gather(1, tokens))
+            assert all(len(set(row)) == 16 for row in tokens.tolist())
 
 
 @pytest.mark.parametrize("form", FORMS)

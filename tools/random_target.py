@@ -1,8 +1,9 @@
-"""A target without weights, for benchmarks: the config of Qwen3.6-27B, whole or cut, and token ids for it.
+"""A target without weights, for benchmarks: a Qwen's config, whole or cut, and token ids for it.
 
-    python tools/random_target.py DIR                         all 64 layers
+    python tools/random_target.py DIR                         Qwen3.6-27B's, all 64 layers
     python tools/random_target.py DIR LAYERS=16               its first 16
-    python tools/random_target.py DIR small [NAME=VALUE ...]  a tiny one with the same kinds of layers
+    python tools/random_target.py DIR moe LAYERS=20           Qwen3.5-35B-A3B's, a mixture of experts
+    python tools/random_target.py DIR small [NAME=VALUE ...]  a tiny one with the first one's kinds of layers
     python train_dflash.py TARGET=random:DIR DATA=DIR/data.jsonl EVAL_EVERY=0 ...   (small: MASK_TOKEN_ID=0)
 
 TARGET=random:DIR makes the weights on the target's device from SEED: no file, no copy in host memory.
@@ -35,6 +36,11 @@ QWEN_27B = dict(  # text_config of Qwen/Qwen3.6-27B: three linear-attention laye
     initializer_range=0.02, tie_word_embeddings=False, use_cache=True, eos_token_id=248044,
     rope_parameters=dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25,
                          mrope_interleaved=True, mrope_section=[11, 11, 10]))
+QWEN_35B_A3B = dict(  # text_config of Qwen/Qwen3.5-35B-A3B: 8 of 256 experts and a shared one
+    {name: value for name, value in QWEN_27B.items() if name != "intermediate_size"},
+    model_type="qwen3_5_moe_text", architectures=["Qwen3_5MoeForCausalLM"], num_hidden_layers=40,
+    hidden_size=2048, num_attention_heads=16, num_key_value_heads=2, linear_num_value_heads=32,
+    num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512)
 SMALL = dict(  # the default taps need 8 layers
     num_hidden_layers=8, hidden_size=64, intermediate_size=128, vocab_size=512, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
@@ -55,15 +61,15 @@ def conversations(n, shortest, longest, words, seed):
 
 def make_target(folder="", size=""):
     require(folder, "expected DIR [small] [NAME=VALUE ...]")
-    require(size in ("", "small"), f"{size}: the size is `small` or left out")
+    require(size in ("", "moe", "small"), f"{size}: the size is `moe`, `small` or left out")
     settings.require_positive(sys.modules[__name__], "LAYERS", "SHORTEST", "LONGEST", "WORDS")
-    config = {**QWEN_27B, **SMALL} if size else dict(QWEN_27B)
+    config = {"": QWEN_27B, "moe": QWEN_35B_A3B, "small": {**QWEN_27B, **SMALL}}[size].copy()
     unknown = sorted(CONFIG.keys() - {*config, "layer_types"})
     require(not unknown, f"CONFIG has {', '.join(unknown)}: not in the config")
     config.update(CONFIG)
     if LAYERS is not None:
         config["num_hidden_layers"] = LAYERS
-    words = WORDS or (200 if size else 1000)
+    words = WORDS or (200 if size == "small" else 1000)
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
