@@ -501,8 +501,8 @@ class Head(nn.Module):
     """The target's frozen output layer, with the factor on its logits and its soft cap if it has these.
     hidden (M, D) -> logits (M, V).
 
-    A fused loss needs the two products of it that another class may compute in another precision: logits()
-    and grad_hidden(), which gets the gradient as the loss wrote it.
+    A fused loss needs the products of it that another class may compute in another precision: logits(),
+    grad_hidden(), which gets the gradient as the loss wrote it, and grad_of_tokens().
     """
 
     def __init__(self, linear: nn.Linear, softcap: float | None = None, scale: float = 1.0):
@@ -524,12 +524,11 @@ class Head(nn.Module):
         grad = torch.mm(grad_logits, self.linear.weight)
         return (grad if self.scale == 1 else grad * self.scale).to(dtype)
 
-    def at_tokens(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """hidden (M, D), tokens (M, k) -> forward()'s logits of those tokens alone (M, k)."""
-        logits = (self.linear.weight[tokens] @ hidden[:, :, None])[..., 0]
-        if self.linear.bias is not None:
-            logits = logits + self.linear.bias[tokens]
-        return cap(logits if self.scale == 1 else logits * self.scale, self.softcap)
+    def grad_of_tokens(self, grad: torch.Tensor, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """d loss / d logits() of a few tokens (M, k) each -> d loss / d hidden (M, D)."""
+        weight = self.linear.weight[tokens]                           # (M, k, D)
+        grad = (grad * self.scale).to(weight.dtype)
+        return (grad[:, None] @ weight)[:, 0].to(dtype)
 
 
 def ce_of_chunk(hidden: torch.Tensor, head: Head, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -749,24 +748,35 @@ CANDIDATE_GROUP = 64  # vocabulary entries whose maximum stands for them at firs
 def likeliest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """torch.topk of (M, V) -> values, indices (M, k), exactly, with one plain pass over V.
 
-    The k largest stand in the k groups with the largest maxima: no other group can hold one, since k entries
-    are as large. torch.topk alone makes several passes over all V.
+    Group g holds the tokens g, g + G, g + 2G ...; the k largest logits stand in the k groups with the largest
+    maxima, since each of those has an entry as large. torch.topk alone makes several passes over all of V.
     """
     n_rows, vocab_size = logits.shape
-    if vocab_size % CANDIDATE_GROUP or vocab_size < 2 * k * CANDIDATE_GROUP:
+    n_groups = vocab_size // CANDIDATE_GROUP
+    if vocab_size % CANDIDATE_GROUP or n_groups < 2 * k:
         return logits.topk(k, dim=-1)
-    grouped = logits.view(n_rows, -1, CANDIDATE_GROUP)
-    groups = grouped.amax(-1).topk(k, dim=-1).indices                                      # (M, k)
-    entries = grouped.gather(1, groups[..., None].expand(-1, -1, CANDIDATE_GROUP))         # (M, k, 64)
+    by_group = logits.view(n_rows, CANDIDATE_GROUP, n_groups)
+    groups = by_group.amax(1).topk(k, dim=-1).indices                              # (M, k)
+    entries = by_group.gather(2, groups[:, None].expand(-1, CANDIDATE_GROUP, -1))  # (M, 64, k)
     values, places = entries.flatten(1).topk(k, dim=-1)
-    group_of_place = groups.gather(1, places // CANDIDATE_GROUP)
-    return values, group_of_place * CANDIDATE_GROUP + places % CANDIDATE_GROUP
+    return values, places // k * n_groups + groups.gather(1, places % k)
 
 
 def candidate_probs_of(target_logits: torch.Tensor, target_lse: torch.Tensor, candidates: torch.Tensor,
                        softcap: float | None) -> torch.Tensor:
     """The target's probabilities (M, k_top) of the candidates. target_logits (M, V) are before the cap."""
     return torch.exp(cap(target_logits.gather(1, candidates).float(), softcap) - target_lse[:, None])
+
+
+def in_pieces(function: Callable, tables: Sequence[torch.Tensor], *rest: object) -> list[torch.Tensor]:
+    """function(*tables, *rest) a few rows at a time -> all of its results but the last, the gradient, which
+    has taken the place of tables[0]. The arithmetic on two distributions makes fp32 tables of (rows, V), and
+    these should be small beside a chunk's logits."""
+    n_rows = len(tables[0])
+    n_pieces = next((n for n in (4, 5, 6, 7) if n_rows % n == 0), 1)
+    pieces = zip(*(table.chunk(n_pieces) for table in tables), strict=True)
+    results = [function(*piece, *rest)[:-1] for piece in pieces]
+    return [torch.cat(parts) for parts in zip(*results, strict=True)]
 
 
 def fused_terms(hidden: torch.Tensor, head: Head, labels: torch.Tensor, target_last: torch.Tensor | None,
@@ -779,19 +789,21 @@ def fused_terms(hidden: torch.Tensor, head: Head, labels: torch.Tensor, target_l
     loss, ce, tv, kl, alpha = torch.zeros(5, n_slots, dtype=torch.float32, device=labels.device)
     correct = torch.empty_like(labels, dtype=torch.bool)
     candidates = labels.new_empty(n_slots, top_k)
-    candidate_probs = torch.empty(n_slots, top_k, dtype=torch.float32, device=labels.device)
+    unary, candidate_probs = torch.empty(2, n_slots, top_k, dtype=torch.float32, device=labels.device)
     for first in range(0, n_slots, spec.chunk):
         rows = slice(first, first + spec.chunk)
         logits = head.logits(hidden[rows])
         if top_k:  # before the gradient takes their place
-            candidates[rows] = likeliest(logits, top_k)[1]
+            values, candidates[rows] = likeliest(logits, top_k)
+            unary[rows] = cap(values.float(), head.softcap)
         if target_last is None:
             ce[rows], correct[rows], grad_logits = spec.ce_and_grad(logits, labels[rows], head.softcap)
             scale = spec.terms.ce
         else:
             target_logits = head.logits(target_last[rows])
-            (loss[rows], ce[rows], correct[rows], tv[rows], kl[rows], alpha[rows], target_lse,
-             grad_logits) = spec.terms_and_grad(logits, target_logits, labels[rows], head.softcap, spec.terms)
+            (loss[rows], ce[rows], correct[rows], tv[rows], kl[rows], alpha[rows], target_lse) = in_pieces(
+                spec.terms_and_grad, (logits, target_logits, labels[rows]), head.softcap, spec.terms)
+            grad_logits = logits
             scale = 1.0
             if top_k:
                 candidate_probs[rows] = candidate_probs_of(target_logits, target_lse, candidates[rows],
@@ -803,7 +815,7 @@ def fused_terms(hidden: torch.Tensor, head: Head, labels: torch.Tensor, target_l
     else:
         slots = SlotTerms(loss, ce, correct, tv, kl, alpha)
     if top_k:
-        slots = slots._replace(candidates=candidates)
+        slots = slots._replace(candidates=candidates, unary=unary)
         if target_last is not None:
             slots = slots._replace(candidate_probs=candidate_probs)
     return slots
@@ -825,6 +837,28 @@ class FusedTerms(torch.autograd.Function):
         (grad,) = ctx.saved_tensors
         nothing_for_the_rest = (None,) * 5
         return grad * grad_loss[:, None].to(grad.dtype), *nothing_for_the_rest
+
+
+class CandidateLogits(torch.autograd.Function):
+    """Passes on logits (M, k_top) that a fused loss has read off; their gradient goes to the hidden states
+    (M, D) through the head's rows of the candidates."""
+
+    @staticmethod
+    def forward(ctx, hidden, unary, candidates, head, chunk):
+        ctx.save_for_backward(unary, candidates)
+        ctx.head = head
+        ctx.chunk = chunk
+        ctx.dtype = hidden.dtype
+        return unary.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        unary, candidates = ctx.saved_tensors
+        if ctx.head.softcap is not None:
+            grad = grad * (1 - (unary / ctx.head.softcap).square())
+        parts = zip(grad.split(ctx.chunk), candidates.split(ctx.chunk), strict=True)
+        grad_hidden = [ctx.head.grad_of_tokens(part, tokens, ctx.dtype) for part, tokens in parts]
+        return torch.cat(grad_hidden), None, None, None, None
 
 
 class MarkovGrads(NamedTuple):
@@ -856,10 +890,14 @@ def fused_markov_terms(hidden: torch.Tensor, embedded: torch.Tensor, w2: torch.T
             loss[rows] = spec.terms.ce * ce[rows]
             scale = spec.terms.ce
         else:
-            (loss[rows], ce[rows], correct[rows], tv[rows], kl[rows], alpha[rows], _, backbone_correct[rows],
-             grad_logits) = spec.biased_terms_and_grad(
-                 logits, bias, head.logits(target_last[rows]), labels[rows], spec.terms)
+            target_logits = head.logits(target_last[rows])
+            (loss[rows], ce[rows], correct[rows], tv[rows], kl[rows], alpha[rows], _,
+             backbone_correct[rows]) = in_pieces(
+                 spec.biased_terms_and_grad, (logits, bias, target_logits, labels[rows]), spec.terms)
+            grad_logits = logits
             scale = 1.0
+            del target_logits
+        del bias  # each of these is as large as the logits, and the products below need room
         weights[rows] = blocks.weights_of_chunk(ce[rows], blocks.slots[rows])
         if grads is not None:
             weight = (scale * weights[rows, None]).to(hidden.dtype)
@@ -939,28 +977,28 @@ def chunked_terms(inputs: "SlotInputs", head: Head, spec: "LossSpec", top_k: int
     return SlotTerms(*in_chunks(terms_of_chunk, spec.chunk, rows, head, None, top_k, spec.terms))
 
 
-def selector_of_chunk(hidden: torch.Tensor, predecessors: torch.Tensor, labels: torch.Tensor,
-                      candidates: torch.Tensor, probs: torch.Tensor | None, unary: torch.Tensor | None,
-                      selector: CandidateSelector, head: Head, spec: "LossSpec") -> tuple[torch.Tensor, ...]:
+def selector_terms(selector: CandidateSelector, inputs: "SlotInputs", slots: SlotTerms, spec: "LossSpec"
+                   ) -> tuple[torch.Tensor, ...]:
     """A selector's loss, whether its pick is the label, whether the label is a candidate: (M,) each.
 
-    Strictly the top k: a slot whose label is no candidate has no cross-entropy. Without `unary` the logits of
-    the candidates are computed from the hidden states.
+    Strictly the top k: a slot whose label is no candidate has no cross-entropy.
     """
-    if unary is None:
-        unary = head.at_tokens(hidden, candidates)
+    hidden = inputs.hidden
+    unary = slots.unary
+    candidates = slots.candidates
     if spec.selector_detach:
         hidden = hidden.detach()
         unary = unary.detach()
-    scores = selector(hidden, predecessors, candidates, unary)
-    is_label = candidates == labels[:, None]
+    scores = selector(hidden, inputs.predecessors, candidates, unary)
+    is_label = candidates == inputs.labels[:, None]
     covered = is_label.any(-1)
     ce = scores.logsumexp(-1) - torch.where(is_label, scores, 0.0).sum(-1)
     loss = spec.selector_terms.ce * torch.where(covered, ce, 0.0)
     if spec.selector_terms.tv:  # candidates that are left out have probability 0 in the selector
-        loss = loss + spec.selector_terms.tv * (1 - torch.minimum(scores.softmax(-1), probs).sum(-1))
+        kept = torch.minimum(scores.softmax(-1), slots.candidate_probs).sum(-1)
+        loss = loss + spec.selector_terms.tv * (1 - kept)
     picked = candidates.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
-    return loss, picked == labels, covered
+    return loss, picked == inputs.labels, covered
 
 
 # ---------------------------------------------------------------------------------------- one row
@@ -1108,9 +1146,10 @@ def selector_loss(drafter: Drafter, head: Head, inputs: SlotInputs, blocks: Bloc
     """DFlash 2: the backbone's loss and `ramp` of the selector's, under the same weights."""
     selector = drafter.candidate_selector
     slots = chunked_terms(inputs, head, spec, selector.top_k)
-    rows = (inputs.hidden, inputs.predecessors, inputs.labels, slots.candidates, slots.candidate_probs,
-            slots.unary)
-    picked_loss, picked, covered = in_chunks(selector_of_chunk, spec.chunk, rows, selector, head, spec)
+    if spec.form == "fused" and not spec.selector_detach:
+        unary = CandidateLogits.apply(inputs.hidden, slots.unary, slots.candidates, head, spec.chunk)
+        slots = slots._replace(unary=unary)
+    picked_loss, picked, covered = selector_terms(selector, inputs, slots, spec)
     weights = blocks.weights(slots.ce)
     loss = (weights * (blocks.grid(slots.loss) + ramp * blocks.grid(picked_loss))).sum()
     result = row_result(loss, weights, slots, picked, blocks)

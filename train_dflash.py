@@ -914,7 +914,8 @@ def load_models(config, data, state, tokenizer, links, n_machines, workers, cloc
     if not needs_last(config):
         decoder.layers = decoder.layers[:config.target_layer_ids[-1] + 1]  # the rest feeds nothing
     del model, head, both  # the head and the last layers leave the target's GPU here
-    batches = choose_batches(decoder, data.train, data.held_out)
+    with clock.part("the target's batch shapes"):
+        batches = choose_batches(decoder, data.train, data.held_out)
     decoders = [decoder]
     with clock.part("copies to devices"):
         for device in target_devices[1:]:
@@ -938,16 +939,17 @@ def build(workers, machines, out, clock) -> Run:
     """Everything before the threads, in stages: data, where to start, target and drafters."""
     frozen = settings.snapshot(THIS_MODULE)
     files = LogFiles(out)
-    target_config = load_config(TARGET)
-    tokenizer = load_tokenizer(TARGET)
     layer_types = LAYER_TYPES
     if HEAD == "dspark":  # servers run all its layers so
         layer_types = ["full_attention"] * DRAFT_LAYERS
-    config = drafter_config(
-        TARGET, target_config, tokenizer, BLOCK_SIZE, DRAFT_LAYERS, layer_types, SLIDING_WINDOW,
-        TARGET_LAYER_IDS, MASK_TOKEN_ID, INIT_STD)
-    config = start.with_head(frozen, config)
-    start.preflight(frozen, config, out, machines.rank)
+    with clock.part("configuration"):  # imports transformers, and the target's kernels
+        target_config = load_config(TARGET)
+        tokenizer = load_tokenizer(TARGET)
+        config = drafter_config(
+            TARGET, target_config, tokenizer, BLOCK_SIZE, DRAFT_LAYERS, layer_types, SLIDING_WINDOW,
+            TARGET_LAYER_IDS, MASK_TOKEN_ID, INIT_STD)
+        config = start.with_head(frozen, config)
+        start.preflight(frozen, config, out, machines.rank)
 
     vocab_size = target_config.get_text_config().vocab_size
     with clock.part("data"):

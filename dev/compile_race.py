@@ -313,7 +313,8 @@ class TargetWorker(Worker):
         decoder = Qwen3_5TextModel(config).eval().requires_grad_(False).to(device, self.dtype)
         owner = self.name if race.fix == "gate" else "all"
         kernel = None if race.cuda else delta_rule_on_cpu
-        self.parts = CompiledParts(decoder, owner, print, race.backend, kernel=kernel)
+        # dynamic=False, unlike the trainer's: every new shape is to be compiled
+        self.parts = CompiledParts(decoder, owner, print, race.backend, dynamic=False, kernel=kernel)
         self.n_kinds = len(self.parts.parts)
         # its checks and captures run alone in the gate; without one they would fail by themselves
         self.forward = TappedForward(decoder, TAPS, print, self.parts) if race.gated else decoder

@@ -121,7 +121,7 @@ class CompiledParts:
     """
 
     def __init__(self, decoder: nn.Module, owner: str, log: Callable = print, backend: str = "inductor",
-                 dynamic: bool = False, kernel: Callable | None = None):
+                 dynamic: bool = True, kernel: Callable | None = None):
         self.log, self.owner, self.backend, self.dynamic = log, owner, backend, dynamic
         self.kernel = kernel or delta_rule_kernel()
         self.parts = {}    # kind -> [(module, its own forward, the compiled one)]

@@ -218,13 +218,10 @@ class Fp8Head(nn.Module):
         flat = self.logits(hidden.reshape(-1, hidden.shape[-1]))
         return md.cap(flat, self.softcap).view(*hidden.shape[:-1], -1)
 
-    def at_tokens(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """hidden (M, D), tokens (M, k) -> forward()'s logits of those tokens alone (M, k)."""
-        weight = (self.by_token[tokens].float() * self.token_scale[tokens]).to(hidden.dtype)
-        logits = (weight @ hidden[:, :, None])[..., 0]
-        if self.bias is not None:
-            logits = logits + self.bias[tokens]
-        return md.cap(logits, self.softcap)
+    def grad_of_tokens(self, grad: torch.Tensor, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Gradient of the logits of a few tokens (M, k) each -> of the hidden states (M, D)."""
+        weight = (self.by_token[tokens].float() * self.token_scale[tokens]).to(dtype)  # (M, k, D)
+        return (grad[:, None].to(dtype) @ weight)[:, 0]
 
     def grad_hidden(self, grad: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
                     dtype: torch.dtype) -> torch.Tensor:
