@@ -73,6 +73,7 @@ KINDS = {
     "fp8_wgrad": Kind("all in fp8, gradients of weights too", constants={"DRAFTER_PRECISION": "fp8_wgrad"}),
     "soft": head_kind("dflash, 0.1 ce + 1.8 tv", "dflash", LOSS_TERMS=SOFT),
     "dflash2": head_kind("dflash2, ce", "dflash2"),
+    "dflash2_detach": head_kind("dflash2, ce, selector detached", "dflash2", SELECTOR_DETACH=True),
     "dflash2_soft": head_kind("dflash2, ce; selector 0.1 ce + 0.9 tv", "dflash2",
                               SELECTOR_TERMS={"ce": 0.1, "tv": 0.9}),
     "dspark_tokens": head_kind("dspark, ce, no confidence head", "dspark", LOSS_TERMS={"ce": 1.0},
