@@ -191,11 +191,13 @@ class BlockConv(nn.Module):
 
     def convolve(self, kernel: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Of one side: out[k] = sum over tau of kernel[k, tau] * x[k - tau], with zeros before each block."""
-        blocks = x.float().view(-1, self.block_size, x.shape[-1] // self.group, self.group)  # (N, K, G, D/G)
-        out = kernel[:, :, 0] * blocks
-        for tau in range(1, self.taps):
-            earlier = F.pad(blocks, (0, 0, 0, 0, tau, 0))[:, :self.block_size]
-            out = out + kernel[:, :, tau] * earlier
+        blocks = x.view(-1, self.block_size, x.shape[-1] // self.group, self.group)  # (N, K, G, D/G)
+        out = kernel[:, :, 0] * blocks.float()
+        for tau in range(1, min(self.taps, self.block_size)):
+            # shifted products, and bf16 blocks until they are multiplied: a compiled backward would otherwise
+            # keep shifted fp32 copies of them
+            product = kernel[:, tau:, tau] * blocks[:, :-tau].float()
+            out = out + F.pad(product, (0, 0, 0, 0, tau, 0))
         return out.view(x.shape).to(x.dtype)  # rounded once, as vLLM's kernel does
 
 
@@ -327,7 +329,7 @@ class Drafter(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Normal(0, initializer_range), drawn in fp32 from its own generator; norms stay at 1.
+        """Normal(0, initializer_range), drawn in fp32 from its own generator; norms are 1.
 
         What a head adds to the backbone is drawn last and has no effect at first: convolutions pass on what
         they get, scores are the logits, the bias is 0.
@@ -335,8 +337,8 @@ class Drafter(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for name, param in self.named_parameters():
             if name.endswith("norm.weight"):
-                continue
-            if name.endswith("base_kernel"):
+                param.fill_(1.0)
+            elif name.endswith("base_kernel"):
                 param.zero_()
                 param[:, 0] = 1.0
             elif name.endswith(ZERO_AT_FIRST):

@@ -958,7 +958,7 @@ def build(workers, machines, out, clock) -> Run:
     workers.tick()
     start.check_machines(frozen, machines, config, data, end_step)
 
-    with workers.slow():
+    with workers.slow(), clock.part("weights to begin with"):
         begin, state = machines.broadcast_from_rank0(
             lambda: start.find_start(frozen, config, data, out, machines.size, files))
     n_held_out = len(data.held_out.rows) if data.held_out else 0

@@ -375,8 +375,9 @@ def find_start(settings, config: DrafterConfig, data, out: Path, n_machines: int
         log.write(f"OUT = {settings.OUT}: no checkpoint to resume (RESUME = {settings.RESUME}), this run "
                   "starts at step 0")
     checkpoints.truncate_lines(out, -1)  # of a run that was killed before its first save
-    drafter = Drafter(config, None)
-    drafter.init_weights(settings.SEED)
+    with torch.device("meta"):  # else the modules would first draw weights of their own
+        drafter = Drafter(config, None)
+    drafter.to_empty(device="cpu").init_weights(settings.SEED)
     weights = drafter.state_dict()
     if settings.INIT_FROM:
         weights = warm_start(settings, config, weights, log)
