@@ -565,7 +565,9 @@ class Replica:
             self.head = fp8.Fp8Head(head, form, setting, self.compile_for_thread)
             ce_and_grad = fp8.ce_and_grad
             if precision != "fp8_head":
-                fp8.train_in_fp8(self.drafter.layers, form, setting, precision == "fp8_wgrad")
+                for layer in self.drafter.layers:  # what a head adds stays bf16: small, or no product at all
+                    for part in (layer.self_attn, layer.mlp):
+                        fp8.train_in_fp8(part, form, setting, precision == "fp8_wgrad")
         self.loss_spec = loss_spec(config)._replace(
             ce_and_grad=self.compile_for_thread(ce_and_grad),
             terms_and_grad=self.compile_for_thread(md.terms_and_grad),

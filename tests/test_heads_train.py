@@ -52,6 +52,19 @@ def test_three_drafters_learn_what_one_does(name, tmp_path):
     assert distance(one / "latest", three / "latest") < 1e-3
 
 
+@pytest.mark.parametrize("precision", ["fp8_head", "fp8", "fp8_wgrad"])
+@pytest.mark.parametrize("name", HEADS)
+def test_fp8_trains_every_head_as_full_precision_does(name, precision, tmp_path):
+    """Near enough to be the same loss, and too far to be the same arithmetic."""
+    settings = dict(HEADS[name], STEPS=6, EVAL_EVERY=6, LR=0.003)
+    full = train_ok(tmp_path / "full", **settings)
+    fp8 = train_ok(tmp_path / "fp8", **settings, DRAFTER_PRECISION=precision, TARGET_PRECISION="fp8")
+    assert losses(fp8) == pytest.approx(losses(full), rel=0.02)
+    assert losses(fp8) != losses(full)
+    moved = distance(full / "latest", train_ok(tmp_path / "fresh", **settings, STOP_AT=1) / "latest")
+    assert distance(full / "latest", fp8 / "latest") < 0.5 * moved
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_stopped_and_resumed_is_bit_for_bit_undisturbed(name, tmp_path):
     settings = dict(HEADS[name], STEPS=6, EVAL_EVERY=3)
