@@ -52,7 +52,7 @@ import flex_utils
 import model_drafter as md
 from dflash_trainer import checkpoints, decoding, fp8, settings, start, target
 from dflash_trainer.compiled_target import CompiledParts
-from dflash_trainer.devices import HandOff, Stopwatch, receive, replica_of, to_device, transfer
+from dflash_trainer.devices import HandOff, Stopwatch, compute_dtype, receive, replica_of, to_device, transfer
 from dflash_trainer.errors import require, user_error_on
 from dflash_trainer.features import TappedForward, choose_target_batches
 from dflash_trainer.rows import EvalRows, Row, RowStream, inspect_data
@@ -316,10 +316,6 @@ def enter_thread(device):
 
 
 # ------------------------------------------------------------------------------------------ the target
-
-
-def compute_dtype(device):
-    return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 
 def compiles_on(device):
@@ -1179,10 +1175,6 @@ MODES = {"train": train, "demo": demo, "eval": evaluate_checkpoint, "generate": 
          "devices": devices, "if-possible": train_if_possible}
 
 
-def not_said(text):
-    """The log has every setting; the screen is for what a run does."""
-
-
 def main(argv):
     """[mode] NAME=VALUE ... -> exit code."""
     mode = "train"
@@ -1199,7 +1191,8 @@ def main(argv):
                 settings.require_one_of("a name in DEMO", name, settings.declared(THIS_MODULE))
                 setattr(THIS_MODULE, name, value)
         words = [word for word in argv if mode == "inspect" and "=" not in word]
-        settings.override(THIS_MODULE, [word for word in argv if word not in words], announce=not_said)
+        # not announced: the log has every setting, the screen is for what a run does
+        settings.override(THIS_MODULE, [word for word in argv if word not in words], announce=None)
         start.check_settings(THIS_MODULE)
         start.quiet_bars()
         return MODES[mode](*words)

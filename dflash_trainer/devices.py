@@ -1,5 +1,6 @@
 """What crosses from one device to another.
 
+    compute_dtype          of all models on a device
     to_device / transfer   host to device without a wait; device to device
     replica_of             a frozen module on another device
     check_pairs            GPU-to-GPU copies, checked before any weight crosses
@@ -16,6 +17,11 @@ from copy import deepcopy
 import torch
 
 Pair = tuple[torch.device, torch.device]  # source, destination
+
+
+def compute_dtype(device: torch.device | str) -> torch.dtype:
+    """bf16 on a GPU, fp32 on a CPU: of target and drafter alike."""
+    return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from dflash_trainer.devices import compute_dtype
 from dflash_trainer.errors import UserError, first_line, require
 from dflash_trainer.target import load_model
 from dflash_trainer.target_config import load_tokenizer
@@ -17,8 +18,7 @@ def load_generator(target: str, device: str, seed: int) -> tuple[PreTrainedModel
         raise UserError(f"DEVICE = {device}: {first_line(e)} (DEVICE=cpu runs anywhere)") from None
     tokenizer = load_tokenizer(target)
     require(tokenizer is not None and tokenizer.chat_template, f"TARGET = {target}: has no chat template")
-    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
-    model = load_model(target, device, dtype, seed)
+    model = load_model(target, device, compute_dtype(place), seed)
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN makes a new plan for every length of an answer
     ends = model.generation_config.eos_token_id
     if not isinstance(ends, list):

@@ -97,7 +97,8 @@ def convert(text: str, kind: type) -> object:
     return float(value) if kind is float else value
 
 
-def override(module: ModuleType, words: Iterable[str], announce: Callable[[str], object] = print) -> None:
+def override(module: ModuleType, words: Iterable[str],
+             announce: Callable[[str], object] | None = print) -> None:
     """NAME=VALUE words -> the module's settings, each announced; UserError for a wrong name or type."""
     hints = declared(module)
     for word in words:
@@ -114,7 +115,8 @@ def override(module: ModuleType, words: Iterable[str], announce: Callable[[str],
         except (ValueError, SyntaxError, TypeError):
             raise UserError(f"{name}={text}: expected {type_name(hint)}") from None
         setattr(module, name, value)
-        announce(f"setting {name} = {value!r}")
+        if announce:
+            announce(f"setting {name} = {value!r}")
 
 
 def as_words(module: ModuleType) -> list[str]:

@@ -36,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 from dflash_trainer import settings
 from dflash_trainer.chat_lines import BadLine, load_json, parse_prompt, parse_row
 from dflash_trainer.data_files import read_rows, resolve_files
+from dflash_trainer.devices import compute_dtype
 from dflash_trainer.errors import UserError, require
 from dflash_trainer.target import forward_whole, load_model
 from dflash_trainer.target_config import load_config, load_tokenizer
@@ -395,8 +396,7 @@ def walk(answers: list[Answer]) -> Walk:
 def greedy_share(answers: list[Answer]) -> float:
     """The part of the answers' tokens that are TARGET's own first choice after the tokens before them."""
     device = torch.device(TARGET_DEVICES[0])
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = load_model(TARGET, device, dtype, 0)
+    model = load_model(TARGET, device, compute_dtype(device), 0)
     same = 0
     for answer in answers:
         ids = torch.tensor([answer.prompt_ids + answer.ids], device=device)
