@@ -21,6 +21,8 @@ set -euo pipefail
 cd "$(dirname "$0")"
 
 die() { echo "run.sh: $*" >&2; exit 1; }
+usage() { sed -n '2,/^set/{/^#/p}' "$0"; }
+misused() { usage >&2; echo "run.sh: $*" >&2; exit 2; }
 
 # the lowest Python that transformers and the trainer run on
 check_version() {
@@ -148,7 +150,7 @@ either() {
 mode=""
 if [[ $# -gt 0 && $1 != *=* ]]; then mode=$1; shift; fi
 case $mode in   # what is asked for is known before anything is installed
-    help|-*) sed -n '2,/^set/{/^#/p}' "$0"; exit 0 ;;
+    help|-*) usage; exit 0 ;;
     "")    job=(either) ;;
     train) job=(run train_dflash.py) ;;
     node)  job=(node) ;;
@@ -158,9 +160,9 @@ case $mode in   # what is asked for is known before anything is installed
     bench) job=(run dev/bench.py) ;;
     inspect|eval|generate|devices) job=(run train_dflash.py "$mode") ;;
     tools/*.py|dev/*.py)
-        programs | grep -qx "$mode" || die "$mode is no program; there are $(programs | paste -sd ' ')"
+        programs | grep -qx "$mode" || misused "$mode is no program; there are $(programs | paste -sd ' ')"
         job=(run "$mode") ;;
-    *)     die "mode '$mode' is unknown: see bash run.sh help" ;;
+    *)     misused "mode '$mode' is unknown" ;;
 esac
 environment
 "${job[@]}" "$@"

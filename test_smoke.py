@@ -290,7 +290,7 @@ def flat(named: dict[str, torch.Tensor]) -> torch.Tensor:
 TWENTY_STEPS = dict(
     SEQ_LEN=64, NUM_ANCHORS=8, BLOCK_SIZE=4, DRAFT_LAYERS=5, LAYER_TYPES=[SLIDING] * 4 + [FULL],
     SLIDING_WINDOW=16, TARGET_LAYER_IDS=[0, 2], STEPS=20, ROWS_PER_STEP=4, LR=0.003, LOG_EVERY=1,
-    EVAL_EVERY=10, SAVE_EVERY=10, KEEP=3, STALL_S=120,
+    EVAL_EVERY=10, SAVE_EVERY=10, KEEP=3, STALL_S=600,
     TARGET_DEVICES=["cpu", "cpu"], DRAFTER_DEVICES=["cpu", "cpu"])
 TIMED = {"tokens_per_s", "step_ms", "wait_ms", "target_wait_ms", "reduce_ms", "queue", "mem_gib"}
 
@@ -517,7 +517,7 @@ def test_gpu_main_trains_compiled_and_resumes():
     given = dict(
         TWENTY_STEPS, TARGET=tiny_target(hidden=128, heads=2), DATA=chats("gpu_train", 60, 110, seed=2),
         EVAL_DATA=chats("gpu_eval", 4, 110, seed=3), SEQ_LEN=256, NUM_ANCHORS=32, BLOCK_SIZE=16,
-        DRAFT_LAYERS=2, LAYER_TYPES=[SLIDING, FULL], SLIDING_WINDOW=64, STALL_S=400)
+        DRAFT_LAYERS=2, LAYER_TYPES=[SLIDING, FULL], SLIDING_WINDOW=64, STALL_S=600)
     one, two = ["cuda:0"], ["cuda:0", "cuda:0"]
     base = train(scratch() / "gpu", **dict(given, TARGET_DEVICES=two, DRAFTER_DEVICES=two))
     for folder in map(os.environ.get, ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")):

@@ -52,7 +52,16 @@ import flex_utils
 import model_drafter as md
 from dflash_trainer import checkpoints, decoding, fp8, settings, start, target
 from dflash_trainer.compiled_target import CompiledParts
-from dflash_trainer.devices import HandOff, Stopwatch, compute_dtype, receive, replica_of, to_device, transfer
+from dflash_trainer.devices import (
+    HandOff,
+    Stopwatch,
+    compute_dtype,
+    receive,
+    replica_of,
+    to_device,
+    transfer,
+    wait_for,
+)
 from dflash_trainer.errors import require, user_error_on
 from dflash_trainer.features import TappedForward, choose_target_batches
 from dflash_trainer.rows import EvalRows, Row, RowStream, inspect_data
@@ -686,12 +695,16 @@ class Optimizer:
         for name in names:
             self.params[name].grad = None
 
-    def state(self):
-        """fp32 masters and moments on the host, in one flat dict (names as in the published file)."""
+    def tensors(self):
+        """fp32 masters and moments, in one flat dict (names as in the published file)."""
         tables = {"master": self.masters, **self.moments}
         flat = {f"{kind}.{name}": tensor for kind, table in tables.items() for name, tensor in table.items()}
         flat["adam_step"] = self.count
-        return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in flat.items()}
+        return flat
+
+    def state(self):
+        """The same, copied to the host."""
+        return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in self.tensors().items()}
 
     @torch.no_grad()
     def load_state(self, state):
@@ -852,7 +865,8 @@ def evaluate(run, replica, plan):
     (leader only)."""
     leads = replica.index == 0
     replica.eval_sums = EvalSums(run.config)
-    with run.log.clock.evaluating() if leads else nullcontext():
+    is_first = plan.step == run.schedule.start
+    with run.log.evaluating(len(plan.eval_jobs), is_first) if leads else nullcontext():
         for job in plan.eval_jobs:
             if job.drafter != replica.index:
                 continue
@@ -860,6 +874,7 @@ def evaluate(run, replica, plan):
             if run.workers.signal is not None:  # the resumed run evaluates this step again
                 break
             evaluate_row(replica, batch, replica.eval_sums, run.gate)
+            run.log.count_evaluated_row()
             run.workers.tick()
         return run.workers.at_barrier(leads, lambda: merge_evaluation(run, plan.step))
 
@@ -888,7 +903,11 @@ class Models(NamedTuple):
 
 def load_models(config, data, state, tokenizer, links, n_machines, workers, clock) -> Models:
     """The target and its replicas, then the drafters. In the main thread, before any worker thread exists:
-    concurrent from_pretrained calls leave meta tensors and a wrong default dtype behind in silence."""
+    concurrent from_pretrained calls leave meta tensors and a wrong default dtype behind in silence.
+
+    The target is read once. Its copies leave its own GPU one after the other, over the one link that limits
+    them, and without the host, which makes the drafters meanwhile: threads would have nothing to shorten.
+    """
     target_devices = [torch.device(name) for name in TARGET_DEVICES]
     drafter_devices = [torch.device(name) for name in DRAFTER_DEVICES]
     with workers.slow(), clock.part("loading the target"):  # it may have to be downloaded
@@ -921,15 +940,23 @@ def load_models(config, data, state, tokenizer, links, n_machines, workers, cloc
 
     replicas = []
     optimizers = []
+    resumed = "adam_step" in state
     for index, device in enumerate(drafter_devices):
+        its_state = state
+        its_masters = masters
+        if index > 0 and (drafter_devices[0], device) not in links.bad_pairs:
+            its_state = optimizers[0].tensors()  # the same numbers: GPUs copy faster than the host
+            its_masters = checkpoints.master_weights(its_state)
         with clock.part("drafters"):
-            replica = Replica(index, config, device, *for_drafters[device], masters,
+            replica = Replica(index, config, device, *for_drafters[device], its_masters,
                               precision=DRAFTER_PRECISION)
-            optimizer = Optimizer(replica, masters, ROWS_PER_STEP * n_machines)
-            if "adam_step" in state:
-                optimizer.load_state(state)
+            optimizer = Optimizer(replica, its_masters, ROWS_PER_STEP * n_machines)
+            if resumed:
+                optimizer.load_state(its_state)
         replicas.append(replica)
         optimizers.append(optimizer)
+    with clock.part("copies to devices"):
+        wait_for(target_devices + drafter_devices)
     return Models(config, batches, decoders, replicas, optimizers)
 
 

@@ -184,9 +184,9 @@ def save_drafter(directory: str | Path, config: DrafterConfig, state: dict[str, 
 
 def load_drafter(directory: str | Path) -> tuple[DrafterConfig, dict[str, torch.Tensor]]:
     """-> (DrafterConfig, state dict on the CPU) of a checkpoint of ours or a published one."""
-    if Path(directory, "latest").exists():
-        raise ValueError(f"it is the OUT of a run: give {Path(directory, 'latest')} or "
-                         f"{Path(directory, 'best')}")
+    there = [str(Path(directory, name)) for name in ("best", "latest") if Path(directory, name).exists()]
+    if there:
+        raise ValueError(f"it is the OUT of a run: give {' or '.join(there)}")
     weights = load_file(Path(directory, "model.safetensors"))
     of_target = [name for name in weights if name.startswith(("embed_tokens.", "lm_head."))]
     if of_target:  # DeepSpec's files hold them

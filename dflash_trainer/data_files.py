@@ -71,7 +71,8 @@ def find_files(spec: object, what: str) -> tuple[list[Path], list[Path]]:
             if what != "PROMPTS":
                 hint = (". To make one: bash run.sh tools/regenerate.py PROMPTS=prompts.jsonl "
                         f"TARGET=<model> OUT={word}")
-            raise UserError(f"{what} = {spec}: {wrong}: {word}{hint}")
+            which = "" if str(spec) == word else f": {word}"  # of several
+            raise UserError(f"{what} = {spec}: {wrong}{which}{hint}")
         for file in found:
             if file.name.endswith(PARQUET) and not has_pyarrow():
                 raise UserError(f"{what} = {file}: parquet needs pyarrow: pip install pyarrow")

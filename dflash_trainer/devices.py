@@ -3,6 +3,7 @@
     compute_dtype          of all models on a device
     to_device / transfer   host to device without a wait; device to device
     replica_of             a frozen module on another device
+    wait_for               the end of such copies
     check_pairs            GPU-to-GPU copies, checked before any weight crosses
     HandOff / receive      target_hidden to a drafter: streams wait, no host does
     Stopwatch              seconds of all this, on the device's own clock
@@ -43,7 +44,8 @@ def transfer(tensor: torch.Tensor, device: torch.device,
 
 def replica_of(module: torch.nn.Module, device: torch.device,
                bad_pairs: frozenset[Pair] = frozenset()) -> torch.nn.Module:
-    """A copy of a frozen module on `device` with hooks of its own; on the same device it shares weights."""
+    """A copy of a frozen module on `device` with hooks of its own; on the same device it shares weights.
+    Between GPUs it is only begun: both run it before whatever is asked of them later, see wait_for."""
     memo = {}
     for tensor in (*module.parameters(), *module.buffers()):
         moved = transfer(tensor.data, device, bad_pairs)
@@ -51,6 +53,13 @@ def replica_of(module: torch.nn.Module, device: torch.device,
             moved = torch.nn.Parameter(moved, requires_grad=False)
         memo[id(tensor)] = moved
     return deepcopy(module, memo)
+
+
+def wait_for(devices: Iterable[torch.device]) -> None:
+    """The host waits until the GPUs among them have done all that was asked of them."""
+    for device in dict.fromkeys(devices):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def memory_gib() -> float:

@@ -19,6 +19,7 @@ from dflash_trainer.errors import UserError, first_line
 
 HEARTBEAT_S = 1
 MISSING_AFTER_S = 3
+NAMED_WITHIN_S = 30  # after a failure: a host so busy that its heartbeat is late needs longer than the above
 
 
 class SingleMachine:
@@ -81,9 +82,10 @@ class Cluster(SingleMachine):
 
     def missing_ranks(self) -> list[int]:
         """Ranks whose counter stands still; machine 0 where its store doesn't answer at all."""
-        now = time.monotonic()
-        late = [rank for rank, heard in enumerate(self.last_heard) if now - heard > MISSING_AFTER_S]
-        return [0] if self.rank in late else late
+        looked = self.last_heard[self.rank]  # its own counter moves whenever it looks at the others'
+        if self.rank != 0 and time.monotonic() - looked > MISSING_AFTER_S:
+            return [0]
+        return [rank for rank, heard in enumerate(self.last_heard) if looked - heard > MISSING_AFTER_S]
 
     @contextmanager
     def naming_the_missing(self) -> Iterator[None]:
@@ -91,7 +93,9 @@ class Cluster(SingleMachine):
         try:
             yield
         except RuntimeError as e:
-            time.sleep(MISSING_AFTER_S + HEARTBEAT_S)  # by then the dead have missed a beat
+            until = time.monotonic() + NAMED_WITHIN_S
+            while not self.missing_ranks() and time.monotonic() < until:  # the dead miss their next beats
+                time.sleep(0.2)
             missing = [f"machine (rank {rank})" for rank in self.missing_ranks()]
             who = ", ".join(missing) or "an unidentified machine (all heartbeats are fresh)"
             raise UserError(f"{who} left the run: {first_line(e)}") from None

@@ -9,6 +9,7 @@ Units: seconds on the host's and the devices' clocks, milliseconds in the log.
 import dataclasses
 import json
 import math
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -118,6 +119,12 @@ class LogFiles:
                 self.bar = None
 
     @contextmanager
+    def evaluation_bar(self, n_rows: int) -> Iterator[tqdm]:
+        """A second bar, below that of the steps and only where there is one; it goes when it is full."""
+        with tqdm(total=n_rows, desc="evaluating", unit="row", leave=False, disable=self.bar is None) as bar:
+            yield bar
+
+    @contextmanager
     def tensorboard(self) -> Iterator[None]:
         self.board = checkpoints.tensorboard(self.out)
         try:
@@ -143,6 +150,9 @@ class RunLog:
         self.losses = []      # of every finite step since this process started
         self.grad_norms = []
         self.warned = False   # that the drafter does not learn
+        self.evaluation_lock = threading.Lock()
+        self.evaluation_bar = None  # while an evaluation is under way
+        self.n_evaluated = 0        # held-out rows of it that are done
 
     def write(self, text: str, screen: str | None = None) -> None:
         self.files.write(text, screen)
@@ -259,6 +269,30 @@ class RunLog:
             self.write(f"WARNING: {reason}")
 
     # ---- evaluation
+
+    @contextmanager
+    def evaluating(self, n_rows: int, is_first: bool) -> Iterator[None]:
+        """Around an evaluation, in the first drafter's thread. n_rows: held-out rows of this machine.
+        is_first: at the start of the run, where it takes longest and no step has been shown yet."""
+        if is_first:
+            self.write(f"first evaluation: {n_rows} held-out rows")
+        with self.clock.evaluating(), self.files.evaluation_bar(n_rows) as bar:
+            with self.evaluation_lock:  # the other drafters may be ahead
+                bar.update(self.n_evaluated)
+                self.evaluation_bar = bar
+            try:
+                yield
+            finally:
+                with self.evaluation_lock:
+                    self.evaluation_bar = None
+                    self.n_evaluated = 0
+
+    def count_evaluated_row(self) -> None:
+        """By any drafter's thread, after each held-out row."""
+        with self.evaluation_lock:
+            self.n_evaluated += 1
+            if self.evaluation_bar is not None:
+                self.evaluation_bar.update(1)
 
     def log_evaluation(self, step: int, metrics: dict) -> bool:
         """Record an evaluation. -> is it the best so far by tau?"""

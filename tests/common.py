@@ -56,7 +56,7 @@ DEFAULTS = settings.values(trainer)
 HANG_S = 600  # what takes longer hangs: how fast the machine is decides no test
 TINY = dict(TARGET_DEVICES="cpu", DRAFTER_DEVICES="cpu", SEQ_LEN=64, NUM_ANCHORS=8, BLOCK_SIZE=4,
             DRAFT_LAYERS=2, TARGET_LAYER_IDS="0,2", ROWS_PER_STEP=2, STEPS=6, LR=0.003, EVAL_EVERY=0,
-            SAVE_EVERY=1000, LOG_EVERY=1, STALL_S=120)
+            SAVE_EVERY=1000, LOG_EVERY=1, STALL_S=HANG_S)
 TEMPLATE = ("{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"
             "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}")
 
@@ -203,7 +203,7 @@ def run_main(*argv):
         vars(trainer).update(DEFAULTS)
         new = [t for t in threading.enumerate() if t not in before and t.name != "tqdm_monitor"]
         for thread in new:
-            thread.join(60)  # a library's pool may still be on its way out
+            thread.join(HANG_S)  # a library's pool may still be on its way out
         left = [t.name for t in new if t.is_alive()]
         assert not left, f"threads left behind: {left}"
 

@@ -117,7 +117,7 @@ class Job:
         self.out = common.scratch() / name
         self.report = common.scratch() / f"{name}.left"
         self.child = None
-        self.settings = dict(STEPS=STEPS, SAVE_EVERY=1, EVAL_EVERY=7, LOG_EVERY=4, KEEP=2, STALL_S=60)
+        self.settings = dict(STEPS=STEPS, SAVE_EVERY=1, EVAL_EVERY=7, LOG_EVERY=4, KEEP=2)
         self.settings.update(common.threads(2, 2))
         self.settings.update(changes)
 

@@ -370,7 +370,27 @@ def test_training_outlives_its_reader(tmp_path):
 @pytest.mark.parametrize("name", ["DATA", "EVAL_DATA"])
 def test_a_missing_file_is_said_before_the_other_is_tokenised(tmp_path, capfd, before_data, name):
     assert train(tmp_path / "o", EVAL_EVERY=2, **{name: "/nowhere/x.jsonl"}) == 2
-    one_line(capfd, f"{name} = /nowhere/x.jsonl")
+    text = printed(capfd)
+    assert text.splitlines() == [
+        f"error: {name} = /nowhere/x.jsonl: no such file. To make one: bash run.sh tools/regenerate.py "
+        "PROMPTS=prompts.jsonl TARGET=<model> OUT=/nowhere/x.jsonl"]
+
+
+def test_the_missing_one_of_several_files_is_named(tmp_path, capfd):
+    assert train(tmp_path / "o", DATA=f"{data_file('train')},/nowhere/x.jsonl") == 2
+    one_line(capfd, "DATA = ", "no such file: /nowhere/x.jsonl. To make one")
+
+
+def test_a_runs_folder_is_no_checkpoint_and_those_in_it_are_named(tmp_path, capfd):
+    """`best` alone where there is one."""
+    out = train_ok(tmp_path / "o", STEPS=1)
+    capfd.readouterr()
+    words = f"CKPT={out}", f"TARGET={random_target()}", "TARGET_DEVICES=cpu"
+    assert common.run_main("eval", *words) == 2
+    one_line(capfd, f"CKPT = {out}: not a drafter checkpoint: it is the OUT of a run: give {out}/latest")
+    (out / "best").symlink_to((out / "latest").resolve().name)
+    assert common.run_main("eval", *words) == 2
+    one_line(capfd, f"give {out}/best or {out}/latest")
 
 
 def free_disk(monkeypatch, checkpoints):
@@ -483,7 +503,7 @@ def test_edited_constants_are_checked(monkeypatch, name, value, wanted):
 
 
 def test_a_stalled_run_says_where_it_hangs_and_ends(tmp_path):
-    child = start(tmp_path / "o", _hang_after, (4, 60), **dict(SHAPE, EVAL_EVERY=0), **threads(2, 2))
+    child = start(tmp_path / "o", _hang_after, (4, 300), **dict(SHAPE, EVAL_EVERY=0), **threads(2, 2))
     code, text = child.code(), child.text()
     assert code == 1, text[-3000:]
     fills = r"queues \[target\]\[drafter\] \[\[\d, \d\], \[\d, \d\]\]"
@@ -513,7 +533,7 @@ def signal_at(monkeypatch, number, call, inner=trainer.micro_step):
         if me == call:
             os.kill(os.getpid(), number)
         if me >= call:
-            assert heard.wait(100)
+            assert heard.wait(common.HANG_S)
         return inner(*args)
     common.replace_function(monkeypatch, hear, on_signal)
     common.replace_function(monkeypatch, inner, micro_step)
@@ -843,7 +863,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch, u
 
     def slow_write(out, step, *args):
         if step == 4:
-            in_time.append(reached.wait(100))
+            in_time.append(reached.wait(common.HANG_S))
         return write(out, step, *args)
 
     n_updates = itertools.count(1)
@@ -1061,10 +1081,16 @@ def _die_beside(function, stuck):
 
     def dies(forward, row, *args, inner=trainer.target_features):
         if threading.current_thread().name == "target-0" and row.index >= 8:
-            assert is_stuck.wait(100)
+            assert is_stuck.wait(common.HANG_S)
             raise RuntimeError("boom in target_features")
         return inner(forward, row, *args)
     trainer.target_features = dies
+    join = threading.Thread.join
+
+    def join_others(thread, timeout=None):
+        """Those that are not stuck end, however long a busy machine takes over it."""
+        join(thread, timeout if thread.name == stuck else common.HANG_S)
+    threading.Thread.join = join_others
 
 
 @pytest.mark.parametrize("function, stuck", [

@@ -1,6 +1,6 @@
 """Packing, rows, run lengths, anchors."""
 
-import time
+import sys
 
 import numpy as np
 import pytest
@@ -32,16 +32,52 @@ def test_pack_is_a_pure_function_and_wastes_little():
     assert rows_module.pack([], 0, 0, 64) == []
 
 
-def test_packing_takes_time_in_proportion_to_the_conversations():
-    """A million are packed in seconds. Eight times as many take about eight times as long, where 64 would be
-    quadratic; this thread's own time, which a busy machine does not change."""
-    lengths = np.clip(np.random.default_rng(0).lognormal(6, 1, 400_000), 2, 4096).astype(int)
-    seconds = []
-    for some in (lengths[:50_000], lengths):
-        began = time.thread_time()
-        rows_module.pack(some, 0, 0, 4096)
-        seconds.append(time.thread_time() - began)
-    assert seconds[1] < 24 * seconds[0], seconds
+def work_of_packing(lengths):
+    """Lines of Python that pack() runs for them, and calls of C functions."""
+    count = [0]
+
+    def line(frame, event, arg):
+        count[0] += event == "line"
+        return line
+
+    def call(frame, event, arg):
+        count[0] += event == "c_call"
+    before = sys.gettrace(), sys.getprofile()
+    sys.settrace(line)
+    sys.setprofile(call)
+    try:
+        rows_module.pack(lengths, 0, 0, 4096)
+    finally:
+        sys.settrace(before[0])
+        sys.setprofile(before[1])
+    return count[0]
+
+
+@pytest.mark.parametrize("window", [1000, 1 << 20])
+def test_packing_takes_work_in_proportion_to_the_conversations(window, monkeypatch):
+    """Eight times as many take eight times the work, where 64 would be quadratic: over many windows, and
+    within a large one. Counted, so that no machine's speed decides."""
+    monkeypatch.setattr(rows_module, "PACK_WINDOW", window)
+    lengths = np.clip(np.random.default_rng(0).lognormal(6, 1, 16_000), 2, 4096).astype(int)
+    few = work_of_packing(lengths[:2000])
+    many = work_of_packing(lengths)
+    assert few > 2000  # each conversation costs something: the count counts
+    assert many < 1.2 * 8 * few, (few, many)
+
+
+def test_a_window_is_packed_whatever_the_others_hold(monkeypatch):
+    """So that a window's size bounds what one conversation can cost: other lengths in the second window leave
+    the rows of the first as they are."""
+    monkeypatch.setattr(rows_module, "PACK_WINDOW", 500)
+    lengths = np.random.default_rng(1).integers(2, 900, 1000)
+    order = np.random.default_rng((3, 0)).permutation(1000)
+    changed = lengths.copy()
+    changed[order[500:]] = 4096
+    first = set(order[:500].tolist())
+    rows, others = (rows_module.pack(some, 3, 0, 4096) for some in (lengths, changed))
+    of_first = sorted(row for row in rows if row[0] in first)
+    assert sorted(i for row in of_first for i in row) == sorted(first)
+    assert of_first == sorted(row for row in others if row[0] in first)
 
 
 class Given(list):

@@ -341,7 +341,7 @@ def test_answers_cut_by_the_limit_count_like_others(check):
 
 
 def test_counters_that_lag_behind_the_reply_are_waited_for(check, monkeypatch):
-    monkeypatch.setattr(tool, "SETTLE_S", 60.0)
+    monkeypatch.setattr(tool, "SETTLE_S", common.HANG_S)
     with stand_in("vllm-counters", "lag") as server:
         code, out, _ = check(URL=server.url)
     assert code == 0 and f"equal on {N} of {N}" in out
