@@ -34,7 +34,7 @@ def test_a_run_of_the_real_trainer_in_short_lines(tmp_path, capfd):
     for lines in (shown, logged):  # said before it, once: the others follow a step
         (first,) = (i for i, line in enumerate(lines) if line.startswith("first evaluation: "))
         assert lines[first + 1].startswith("eval step 0 |")
-        assert lines[first] == "first evaluation: 4 held-out rows"
+        assert lines[first] == "first evaluation: 3 held-out rows"
     for lines, mark in ((shown, "step 2 of 4 | loss"), (logged, "step 2 | loss")):
         assert sum(line.startswith(mark) for line in lines) == 1
     assert sum(line.startswith("eval step ") for line in shown) == 3 == len(common.eval_lines(out))
