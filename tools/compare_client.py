@@ -5,6 +5,7 @@
 Decodes with the package `dflash` (0.1.0) and compares, per prompt, the client's ids with plain greedy
 decoding in fp32 on the CPU; over all answers that ended by themselves, the client's mean acceptance length
 with the tau that `train_dflash.py eval` computes for the same ids. Exit code 1 where either differs.
+For drafters of HEAD=dflash and dflash2: the client has no class for DSpark.
 """
 import json
 import subprocess
@@ -27,6 +28,8 @@ DATA: str = ""      # JSONL with `messages`; the first user turn is the prompt
 N: int = 100        # prompts
 OUT: str = ""       # file for the last line, besides stdout
 
+CLASSES = "DFlashDraftModel", "DFlash2DraftModel"  # of the client, under the names that config.json gives
+
 
 class Decoded:
     """What the client did with all prompts."""
@@ -45,13 +48,23 @@ def answers_to_compare():
     return complete[:N]
 
 
+def client_class():
+    """Name of the client's class for CKPT. UserError where CKPT is none that it has."""
+    with user_error_on(f"CKPT = {CKPT}: not a drafter checkpoint", OSError, ValueError):
+        config = json.loads((Path(CKPT) / "config.json").read_text())
+    (name, *_) = config.get("architectures") or ["none"]
+    require(name in CLASSES, f"CKPT = {CKPT}: its architecture is {name}, and z-lab's client has "
+                             f"{' and '.join(CLASSES)} alone")
+    return name
+
+
 def decode_all():
     how = "pip install --no-deps dflash==0.1.0"
     with user_error_on(f"the package dflash is not installed: {how}", ImportError):
         import dflash.model as client
     client._cuda_time = time.perf_counter  # its own clock needs a GPU
     target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
-    drafter = client.DFlashDraftModel.from_pretrained(CKPT, dtype=torch.float32).eval()
+    drafter = getattr(client, client_class()).from_pretrained(CKPT, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     stop = target.generation_config.eos_token_id
     stop = stop if isinstance(stop, list) else [stop]
