@@ -5,9 +5,9 @@
 Random hidden states of blocks, a random target, and this project's markov_loss() in both of its forms beside
 speculators' models.dspark.metrics.compute_metrics() with its eager losses. Exit code 1 beyond TOLERANCE.
 
-Where the two differ on purpose, the data leave no difference: labels are the target's argmax (speculators takes
-these, this project the data's token), and D-PACE runs with cross-entropy alone (speculators weighs each term
-by its own exp(-term), and confidence always by decay; this project has one weight a slot).
+Where the two differ on purpose, the data leave no difference: labels are the target's argmax (speculators
+takes these, this project the data's token), and D-PACE runs with cross-entropy alone (speculators weighs each
+term by its own exp(-term), and confidence always by decay; this project has one weight a slot).
 """
 import importlib.metadata
 import sys
@@ -147,11 +147,12 @@ def check() -> int:
                     worst[name] = max(off, worst.get(name, 0.0))
             worst_of_all = max(worst_of_all, *worst.values())
             what = ", ".join(f"{name} {off:.1e}" for name, off in worst.items())
-            lines.append(f"{kind}, ce {terms.ce:g}, tv {terms.tv:g}, confidence {confidence:g}, {form}: {what}")
+            settings_of_case = f"{kind}, ce {terms.ce:g}, tv {terms.tv:g}, confidence {confidence:g}, {form}"
+            lines.append(f"{settings_of_case}: {what}")
     equal = worst_of_all <= TOLERANCE
     verdict = "EQUAL" if equal else "DIFFERENT"
-    lines.append(f"verdict: {verdict}, up to {worst_of_all:.1e} (TOLERANCE {TOLERANCE:g}); accepted lengths are "
-                 f"{min(lengths):.2f} to {max(lengths):.2f} tokens")
+    lines.append(f"verdict: {verdict}, up to {worst_of_all:.1e} (TOLERANCE {TOLERANCE:g}); accepted lengths "
+                 f"are {min(lengths):.2f} to {max(lengths):.2f} tokens")
     print("\n".join(lines))
     if OUT:
         Path(OUT).write_text("\n".join(lines) + "\n")
