@@ -106,6 +106,30 @@ def test_two_machines_are_one_with_twice_the_rows(one_machine, two_machines):
         )
 
 
+HEADS = {
+    "dflash2": dict(HEAD="dflash2", SELECTOR_TOP_K=8, SELECTOR_RANK=16,
+                    SELECTOR_TERMS="{'ce': 0.1, 'tv': 0.9}"),
+    "dspark": dict(HEAD="dspark", MARKOV_RANK=16, LOSS="decay"),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_every_head_trains_on_two_machines_as_on_one(head, tmp_path):
+    """Two drafters a machine; the second half resumed, with what each head reports at its evaluations."""
+    shape = threads(1, 2)
+    one = train_ok(tmp_path / "one", **WHOLE, **HEADS[head])
+    two = tmp_path / "two"
+    end_well(pair(two, tmp_path / "x", **HALF, **HEADS[head], **shape, STOP_AT=3))
+    end_well(pair(two, tmp_path / "x", **HALF, **HEADS[head], **shape))
+    assert distance(two / "latest", one / "latest") < 1e-5
+    assert distance(one / "step_00000006", one / "step_00000002") > 0.02
+    assert np.allclose(losses(two), losses(one), rtol=0, atol=2e-3)
+    for ours, theirs in zip(eval_lines(two), eval_lines(one), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ("eval_loss", "tau_backbone", "expected_len"):
+            assert ours[name] == pytest.approx(theirs[name], abs=0.05)
+
+
 def test_held_out_rows_are_dealt_and_added_up(one_machine, two_machines):
     for ours, theirs in zip(eval_lines(two_machines), eval_lines(one_machine), strict=True):
         assert ours["step"] == theirs["step"]
