@@ -324,10 +324,10 @@ def beside_the_client(tmp_path_factory):
     client._cuda_time = keep
 
 
-def test_same_ids_and_accepted_lengths_as_the_client(beside_the_client):
-    """Answers end in a stop token and the limit leaves K to spare (the client shortens its last blocks
-    otherwise)."""
-    x, lengths = beside_the_client, []
+def assert_decodes_as_the_client(x, decode):
+    """x: what a fixture `beside_the_client` gives. Answers end in a stop token and the limit leaves K to spare
+    (the client shortens its last blocks otherwise)."""
+    lengths = []
     for prompt, answer in x.data:
         stop = [answer[-1]]
         want = x.generate(x.served, x.target, prompt, len(answer) + K, stop, return_stats=True)
@@ -337,6 +337,10 @@ def test_same_ids_and_accepted_lengths_as_the_client(beside_the_client):
         lengths += produced
     assert sum(lengths) / len(lengths) >= 2, "too weak a drafter to compare acceptance with"
     assert set(lengths) >= {1, 2, 3, 4}
+
+
+def test_same_ids_and_accepted_lengths_as_the_client(beside_the_client):
+    assert_decodes_as_the_client(beside_the_client, decode)
 
 
 def test_the_walk_over_a_row_gives_the_clients_numbers(beside_the_client):

@@ -15,7 +15,15 @@ from dflash_trainer.decoding import speculative_generate
 from dflash_trainer.features import Taps
 from flex_utils import attend_dense, dense_mask
 from model_drafter import Head, LossSpec, LossTerms, walk
-from test_decode import VOCAB, K, greedy, greedy_data, prompts, target_of
+from test_decode import (
+    VOCAB,
+    K,
+    assert_decodes_as_the_client,
+    greedy,
+    greedy_data,
+    prompts,
+    target_of,
+)
 from test_heads import config_of
 
 FULL = ("full_attention",) * 2
@@ -195,17 +203,7 @@ def test_the_client_loads_every_tensor_and_no_other(beside_the_client):
 
 
 def test_same_ids_and_accepted_lengths_as_the_client(beside_the_client):
-    x = beside_the_client
-    lengths = []
-    for prompt, answer in x.data:
-        stop = [answer[-1]]
-        want = x.generate(x.served, x.target, prompt, len(answer) + K, stop, return_stats=True)
-        got, produced = decode(x.ours, x.target, prompt, len(answer) + K, stop)
-        assert got == want.output_ids[0, prompt.shape[1]:].tolist() and got[-1] == stop[0]
-        assert produced == want.acceptance_lengths
-        lengths += produced
-    assert sum(lengths) / len(lengths) >= 2, "too weak a drafter to compare acceptance with"
-    assert set(lengths) >= {1, 2, 3, 4}
+    assert_decodes_as_the_client(beside_the_client, decode)
 
 
 def test_the_walk_over_a_row_gives_what_decoding_produces(beside_the_client):
