@@ -488,9 +488,10 @@ def slot_weights(ce: torch.Tensor, counts: torch.Tensor, kind: str, gamma: float
 #   plain_loss, tokens alone               ce_of_chunk          FusedCE
 #   plain_loss, the target's distribution  terms_of_chunk       FusedTerms (fused_terms)
 #   selector_loss (dflash2): its backbone  terms_of_chunk       FusedTerms (fused_terms)
-#                            its selector  selector_of_chunk    the same
-#   markov_loss (dspark)                   terms_of_chunk       FusedMarkov where the target's distribution is
-#                                                               read and nothing capped, else as on the left
+#                            its selector  selector_terms       the same, its logits' gradient by
+#                                                               CandidateLogits
+#   markov_loss (dspark)                   terms_of_chunk       FusedMarkov; as on the left where logits are
+#                                                               capped
 #
 # NAME_with_grad is pure and the reference of NAME_and_grad, which writes the gradient over the logits.
 
