@@ -325,8 +325,8 @@ def beside_the_client(tmp_path_factory):
 
 
 def assert_decodes_as_the_client(x, decode):
-    """x: what a fixture `beside_the_client` gives. Answers end in a stop token and the limit leaves K to spare
-    (the client shortens its last blocks otherwise)."""
+    """x: what a fixture `beside_the_client` gives. Answers end in a stop token and the limit leaves K to
+    spare (the client shortens its last blocks otherwise)."""
     lengths = []
     for prompt, answer in x.data:
         stop = [answer[-1]]
