@@ -42,11 +42,13 @@ def test_a_run_ends_its_start_with_the_table(tmp_path):
     out = train_ok(tmp_path / "o", STEPS=2, EVAL_EVERY=2)
     lines = (out / "train.log").read_text().splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("start-up took"))
-    names = [line[2:32].strip() for line in lines[at + 1:at + 11]]
-    assert names == [
-        "imports", "data", "checking devices", "loading the target", "proof", "copies to devices", "drafters",
-        "first evaluation", "first step", "the rest"]
-    assert lines[at + 11].startswith("  in these: first calls, compiling")
-    assert all(kind in lines[at + 11] for kind in ("target", "eval", "train", "update"))
+    parts = [
+        "imports", "configuration", "data", "weights to begin with", "checking devices", "loading the target",
+        "proof", "copies to devices", "the target's batch shapes", "drafters", "first evaluation", "first step",
+        "the rest"]
+    end = at + 1 + len(parts)
+    assert [line[2:32].strip() for line in lines[at + 1:end]] == parts
+    assert lines[end].startswith("  in these: first calls, compiling")
+    assert all(kind in lines[end] for kind in ("target", "eval", "train", "update"))
     before = next(i for i, line in enumerate(lines) if line.startswith("step 1 |"))
     assert at < before and sum(line.startswith("start-up took") for line in lines) == 1
