@@ -44,8 +44,8 @@ def test_a_run_ends_its_start_with_the_table(tmp_path):
     at = next(i for i, line in enumerate(lines) if line.startswith("start-up took"))
     parts = [
         "imports", "configuration", "data", "weights to begin with", "checking devices", "loading the target",
-        "proof", "copies to devices", "the target's batch shapes", "drafters", "first evaluation", "first step",
-        "the rest"]
+        "proof", "copies to devices", "the target's batch shapes", "drafters", "first evaluation",
+        "first step", "the rest"]
     end = at + 1 + len(parts)
     assert [line[2:32].strip() for line in lines[at + 1:end]] == parts
     assert lines[end].startswith("  in these: first calls, compiling")
