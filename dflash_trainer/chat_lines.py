@@ -140,7 +140,7 @@ def parse_tokens(row: dict) -> Tokens:
         raise BadLine("input_ids holds something that is not an integer")
     if not all(isinstance(m, (int, float)) and m in (0, 1) for m in mask):
         raise BadLine("loss_mask holds something other than 0 and 1")
-    return Tokens(ids, mask, source_of(row), row.get("finish_reason") == "length")
+    return Tokens(ids, mask, source_of(row), was_cut(row))
 
 
 def parse_chat(row: dict, turns: list) -> Chat:
@@ -162,11 +162,11 @@ def parse_chat(row: dict, turns: list) -> Chat:
         messages.append(message)
         argument_texts += texts
         if message["role"] == "assistant":
-            if turn.get("finish_reason") == "length":
+            if was_cut(turn):
                 cut.add(number)
             if parse_weight(turn.get("weight")) == 0:
                 untrained.add(number)
-    if row.get("finish_reason") == "length":
+    if was_cut(row):
         cut |= {number for number, message in enumerate(messages) if message["role"] == "assistant"
                 and not any(later["role"] == "assistant" for later in messages[number + 1:])}
     return Chat(messages, tools, argument_texts, source_of(row), frozenset(cut), frozenset(untrained))
@@ -258,7 +258,17 @@ def parse_weight(weight: object) -> float:
         return 1.0
     if not isinstance(weight, (int, float)):
         raise BadLine(f"weight is a {type(weight).__name__}, a number is expected")
+    if weight not in (0, 1):
+        raise BadLine(f"weight is {weight}: an answer is trained on (1) or is context only (0)")
     return float(weight)
+
+
+def was_cut(entry: dict) -> bool:
+    """Was a row's last answer, or a message, cut at a limit?"""
+    reason = entry.get("finish_reason")
+    if not isinstance(reason, (str, type(None))):
+        raise BadLine(f"finish_reason is a {type(reason).__name__}, a text is expected")
+    return reason == "length"
 
 
 def parse_calls(turn: dict) -> list:

@@ -22,6 +22,7 @@ from chats import (
     write,
 )
 from dflash_trainer import rows as rows_module
+from dflash_trainer.chat_lines import BadLine, parse_row
 from dflash_trainer.errors import UserError
 
 
@@ -251,3 +252,24 @@ def test_too_many_bad_lines(tmp_path, monkeypatch, capsys):
     assert len(build(write(tmp_path / "small.jsonl", [GOOD] + ["{"] * 900))) == 1
     with pytest.raises(UserError, match="none of 3 lines"):
         build(write(tmp_path / "none.jsonl", ["{"] * 3))
+
+
+@pytest.mark.parametrize("where, entry, reason", [
+    ("message", {"weight": 0.5}, "weight is 0.5: an answer is trained on"),
+    ("message", {"weight": -1}, "weight is -1"),
+    ("message", {"weight": "1"}, "weight is a str"),
+    ("message", {"finish_reason": 7}, "finish_reason is a int"),
+    ("row", {"finish_reason": ["length"]}, "finish_reason is a list"),
+])
+def test_what_would_be_taken_for_something_else_is_refused(where, entry, reason):
+    row = {"messages": [user("hi"), answer("yes") | (entry if where == "message" else {})]}
+    row |= entry if where == "row" else {}
+    with pytest.raises(BadLine, match=reason):
+        parse_row(row)
+
+
+def test_weights_and_reasons_that_mean_something():
+    for entry in ({"weight": 1}, {"weight": 0}, {"weight": 1.0}, {"weight": None}, {"finish_reason": "stop"},
+                  {"finish_reason": None}):
+        chat = parse_row({"messages": [user("hi"), answer("yes") | entry]})
+        assert chat.untrained == ({1} if entry.get("weight") == 0 else set()) and not chat.cut
