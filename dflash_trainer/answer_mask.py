@@ -645,6 +645,7 @@ class AnswerFinder:
             text.encode()
         except UnicodeEncodeError:
             raise BadLine("half of a surrogate pair in the text") from None
+        self.refuse_ends_inside(chat)
         has_calls = any("tool_calls" in message for message in chat.messages)
         reasons = []
         for way in WAYS:
@@ -658,6 +659,17 @@ class AnswerFinder:
                 reasons.append(e)
         of_answers = [reason for reason in reasons if not isinstance(reason, OthersRewritten)]
         raise (of_answers or reasons)[0]
+
+    def refuse_ends_inside(self, chat: Chat) -> None:
+        """BadLine for an answer to train on whose own text holds a token that ends a turn: no decode goes past
+        it, so nothing after it is ever drafted."""
+        for number, message in enumerate(chat.messages):
+            content = message.get("content")
+            if message["role"] != "assistant" or number in chat.untrained or not isinstance(content, str):
+                continue
+            found = self.ends.search(content)
+            if found:
+                raise BadLine(f"the text of an answer holds {found[0]!r}, which ends a turn")
 
     def placed(self, chat: Chat, text: str, way: Way) -> tuple[str, list[Stretch]]:
         skeleton = Skeleton(chat.messages, tags_of(self.template.source(bool(chat.tools))), way)

@@ -273,3 +273,19 @@ def test_weights_and_reasons_that_mean_something():
                   {"finish_reason": None}):
         chat = parse_row({"messages": [user("hi"), answer("yes") | entry]})
         assert chat.untrained == ({1} if entry.get("weight") == 0 else set()) and not chat.cut
+
+
+def test_an_answer_that_holds_the_end_of_a_turn_is_refused(tmp_path):
+    """No decode goes past it. In a question, or in an answer that is context only, it is nobody's target."""
+    inside = answer("An <|im_end|> oak.")
+    rows = [
+        GOOD,
+        {"messages": [user("Which tree?"), inside]},
+        {"messages": [user("Which tree?"), inside | {"weight": 0}, user("Sure?"), answer("Yes.")]},
+        {"messages": [user("What is <|im_end|>?"), answer("The end of a turn.")]},
+    ]
+    got = build(write(tmp_path / "x.jsonl", rows))
+    (bad,) = got.bad_rows
+    assert bad["line"] == 2
+    assert bad["reason"] == "the text of an answer holds '<|im_end|>', which ends a turn"
+    assert len(got) == 3
