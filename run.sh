@@ -8,7 +8,7 @@
 #                   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 bash run.sh node ...   on the other
 #               machine 0 holds OUT; MASTER_PORT, 29500, is open there. ROWS_PER_STEP is each machine's
 #   demo        a small real run: target, training, one held-out prompt decoded; minutes on 2 CPU cores
-#   test        the tests: those that take seconds, test_smoke.py, then all of tests/ (about eight minutes)
+#   test        the tests: those that take seconds, test_smoke.py, then all of tests/ (about twelve minutes)
 #   lint        ruff, with the rules of pyproject.toml
 #   bench       dev/bench.py
 #   inspect [N] what is in DATA, with N conversations shown
@@ -125,7 +125,7 @@ tests() {
     "$PYTHON" -m pytest -q "${quick[@]}"
     echo "run.sh: 2 of 3, a minute: test_smoke.py, small real runs"
     "$PYTHON" test_smoke.py
-    echo "run.sh: 3 of 3, about eight minutes on two cores: tests/"
+    echo "run.sh: 3 of 3, about eleven minutes on two cores: tests/"
     "$PYTHON" -m pytest -q tests "${quick[@]/#/--ignore=}" "$@"
 }
 

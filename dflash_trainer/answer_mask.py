@@ -661,8 +661,8 @@ class AnswerFinder:
         raise (of_answers or reasons)[0]
 
     def refuse_ends_inside(self, chat: Chat) -> None:
-        """BadLine for an answer to train on whose own text holds a token that ends a turn: no decode goes past
-        it, so nothing after it is ever drafted."""
+        """BadLine for an answer to train on whose own text holds a token that ends a turn: no decode goes
+        past it, so nothing after it is ever drafted."""
         for number, message in enumerate(chat.messages):
             content = message.get("content")
             if message["role"] != "assistant" or number in chat.untrained or not isinstance(content, str):
