@@ -500,6 +500,11 @@ def cap(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
+def grad_before_cap(grad: torch.Tensor, capped: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """d loss / d capped logits -> d loss / d the logits before cap()."""
+    return grad if softcap is None else grad * (1 - (capped / softcap).square())
+
+
 class Head(nn.Module):
     """The target's frozen output layer, with the factor on its logits and its soft cap if it has these.
     hidden (M, D) -> logits (M, V).
@@ -550,9 +555,7 @@ def ce_with_grad(logits: torch.Tensor, labels: torch.Tensor,
     correct = capped.argmax(-1) == labels
     ce = lse - torch.where(is_label, capped, 0.0).sum(-1)
     grad = torch.exp(capped - lse[:, None]) - is_label.float()
-    if softcap is not None:
-        grad = grad * (1 - (capped / softcap).square())
-    return ce, correct, grad
+    return ce, correct, grad_before_cap(grad, capped, softcap)
 
 
 def ce_and_grad(logits: torch.Tensor, labels: torch.Tensor,
@@ -716,9 +719,7 @@ def terms_and_grad(logits: torch.Tensor, target_logits: torch.Tensor, labels: to
     """terms_with_grad of raw logits (M, V), whose place the gradient takes."""
     capped = cap(logits.float(), softcap)
     *values, grad = terms_with_grad(capped, cap(target_logits.float(), softcap), labels, terms)
-    if softcap is not None:
-        grad = grad * (1 - (capped / softcap).square())
-    return *values, logits.copy_(grad)
+    return *values, logits.copy_(grad_before_cap(grad, capped, softcap))
 
 
 def biased_terms_and_grad(logits: torch.Tensor, bias: torch.Tensor, target_logits: torch.Tensor,
@@ -857,8 +858,7 @@ class CandidateLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         unary, candidates = ctx.saved_tensors
-        if ctx.head.softcap is not None:
-            grad = grad * (1 - (unary / ctx.head.softcap).square())
+        grad = grad_before_cap(grad, unary, ctx.head.softcap)
         parts = zip(grad.split(ctx.chunk), candidates.split(ctx.chunk), strict=True)
         grad_hidden = [ctx.head.grad_of_tokens(part, tokens, ctx.dtype) for part, tokens in parts]
         return torch.cat(grad_hidden), None, None, None, None

@@ -31,7 +31,7 @@ import torch
 
 import flex_utils
 import train_dflash as td
-from bench_rig import SHAPES, Meter, Rig, Steps, free, specforge_steps
+from bench_rig import SHAPES, Meter, Rig, Steps, free, longest_kernels, specforge_steps
 from dflash_trainer import settings
 from dflash_trainer.checkpoints import commit
 from dflash_trainer.devices import check_pairs
@@ -53,13 +53,7 @@ class Kind(NamedTuple):
     text: str
     layers: str = "full"            # "full" | "sliding"
     one_conversation: bool = False  # a row, as SpecForge sees every row
-    constants: dict = {}            # of the trainer; BLOCK_SIZE counts from its own
-
-
-def head_kind(text, head, **constants):
-    """DSpark's anchor slot drafts as well: one slot fewer makes as many drafts."""
-    shorter = {"BLOCK_SIZE": -1} if head == "dspark" else {}
-    return Kind(text, constants={"HEAD": head, **shorter, **constants})
+    constants: dict = {}            # of the trainer
 
 
 SOFT = {"ce": 0.1, "tv": 1.8}
@@ -71,15 +65,17 @@ KINDS = {
     "fp8_head": Kind("head in fp8", constants={"DRAFTER_PRECISION": "fp8_head"}),
     "fp8": Kind("head and layers in fp8", constants={"DRAFTER_PRECISION": "fp8"}),
     "fp8_wgrad": Kind("all in fp8, gradients of weights too", constants={"DRAFTER_PRECISION": "fp8_wgrad"}),
-    "soft": head_kind("dflash, 0.1 ce + 1.8 tv", "dflash", LOSS_TERMS=SOFT),
-    "dflash2": head_kind("dflash2, ce", "dflash2"),
-    "dflash2_detach": head_kind("dflash2, ce, selector detached", "dflash2", SELECTOR_DETACH=True),
-    "dflash2_soft": head_kind("dflash2, ce; selector 0.1 ce + 0.9 tv", "dflash2",
-                              SELECTOR_TERMS={"ce": 0.1, "tv": 0.9}),
-    "dspark_tokens": head_kind("dspark, ce, no confidence head", "dspark", LOSS_TERMS={"ce": 1.0},
-                               CONFIDENCE=0.0),
-    "dspark_ce": head_kind("dspark, ce and confidence", "dspark", LOSS_TERMS={"ce": 1.0}),
-    "dspark": head_kind("dspark, 0.1 ce + 1.8 tv and confidence", "dspark", LOSS_TERMS=SOFT),
+    "soft": Kind("dflash, 0.1 ce + 1.8 tv", constants={"LOSS_TERMS": SOFT}),
+    "dflash2": Kind("dflash2, ce", constants={"HEAD": "dflash2"}),
+    "dflash2_detach": Kind("dflash2, ce, selector detached",
+                           constants={"HEAD": "dflash2", "SELECTOR_DETACH": True}),
+    "dflash2_soft": Kind("dflash2, ce; selector 0.1 ce + 0.9 tv",
+                         constants={"HEAD": "dflash2", "SELECTOR_TERMS": {"ce": 0.1, "tv": 0.9}}),
+    "dspark_tokens": Kind("dspark, ce, no confidence head",
+                          constants={"HEAD": "dspark", "LOSS_TERMS": {"ce": 1.0}, "CONFIDENCE": 0.0}),
+    "dspark_ce": Kind("dspark, ce and confidence", constants={"HEAD": "dspark", "LOSS_TERMS": {"ce": 1.0}}),
+    "dspark": Kind("dspark, 0.1 ce + 1.8 tv and confidence",
+                   constants={"HEAD": "dspark", "LOSS_TERMS": SOFT}),
 }
 
 
@@ -208,8 +204,8 @@ def steps(bench):
 def variant(bench, name):
     kind = KINDS[name]
     constants = dict(kind.constants)
-    if "BLOCK_SIZE" in constants:
-        constants["BLOCK_SIZE"] += td.BLOCK_SIZE
+    if constants.get("HEAD") == "dspark":  # its anchor slot drafts as well: one slot fewer, as many drafts
+        constants["BLOCK_SIZE"] = td.BLOCK_SIZE - 1
     with settings.changed(td, **constants):
         measure_variant(bench, name, kind)
 
@@ -229,12 +225,8 @@ def measure_variant(bench, name, kind):
             loss, weight, *_ = optimizer.row_stats.sum(0).tolist()
             first_losses.append(loss / weight)
     bench.measure(name, kind.text, row, step, batches)
-    if PROFILE:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
-            step(0)
-            torch.cuda.synchronize(bench.device)
-        kernels = profiled.key_averages()
-        log(kernels.table(sort_by="self_cuda_time_total", row_limit=60, max_name_column_width=90))
+    if PROFILE and bench.cuda:
+        log(longest_kernels(bench.device, step, 60))
     log(f"  first loss {first_losses[0]:.3f}, ln V {math.log(len(replica.embed.weight)):.3f}; "
         f"rows through the head {[batch.slots.numel() for batch in batches]}")
 

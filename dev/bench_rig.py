@@ -3,6 +3,7 @@
     Meter               times, peaks and host waits of work(i) on a device
     Rig                 a named drafter shape: frozen embedding and head, batches, replicas, all random
     Steps               the trainer's step fed from lists: step(replica, i), row(replica, i)
+    longest_kernels()   of work(i), a table
     specforge_steps()   the same two for specforge 0.2.0
 """
 import functools
@@ -26,7 +27,7 @@ import flex_utils
 import model_drafter as md
 import train_dflash as td
 from dflash_trainer import checkpoints
-from dflash_trainer.devices import Stopwatch, replica_of
+from dflash_trainer.devices import Stopwatch, replica_of, wait_for
 from dflash_trainer.machines import SingleMachine
 from dflash_trainer.start import Links, with_head
 from dflash_trainer.workers import Workers
@@ -79,9 +80,7 @@ class Meter:
         self.cuda = devices[0].type == "cuda"
 
     def wait(self):
-        if self.cuda:
-            for device in self.devices:
-                torch.cuda.synchronize(device)
+        wait_for(self.devices)
 
     def times(self, work) -> Times:
         for i in range(self.warm_up):
@@ -139,6 +138,15 @@ class Meter:
         return sorted({f"{Path(warning.filename).name}:{warning.lineno}" for warning in waits})
 
 
+def longest_kernels(device, work, n_kernels):
+    """A table of the longest kernels of one work(0) on a GPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        work(0)
+        torch.cuda.synchronize(device)
+    return profiled.key_averages().table(
+        sort_by="self_cuda_time_total", row_limit=n_kernels, max_name_column_width=90)
+
+
 class Rig:
     """A shape on a device, by the trainer's constants. `row` of its batches masks the supervised tokens."""
 
@@ -182,11 +190,9 @@ class Rig:
         valid = np.flatnonzero(run_length >= 1)
         anchors = np.sort(rng.choice(valid, min(td.NUM_ANCHORS, len(valid)), replace=False))
         ids = rng.integers(0, c.vocab_size, td.SEQ_LEN)
-        chunk = td.loss_chunk(c.n_drafts)
-        blocks = md.block_arrays(start, run_length, anchors, td.NUM_ANCHORS, c.block_size, chunk,
-                                 c.first_slot, whole_blocks=c.head == "dspark")
-        arrays = (ids, np.arange(td.SEQ_LEN) - start, *blocks)
-        tensors = [torch.from_numpy(array).to(device) for array in arrays]
+        row = types.SimpleNamespace(
+            ids=ids, positions=np.arange(td.SEQ_LEN) - start, conversation_start=start, run_length=run_length)
+        tensors = [tensor.to(device) for tensor in td.host_tensors(row, anchors, c)]
         n_states = len(c.target_layer_ids) + td.needs_last(c)
         target_hidden = torch.randn(
             1, td.SEQ_LEN, n_states * c.hidden_size, dtype=td.compute_dtype(device), device=device,

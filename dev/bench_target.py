@@ -30,7 +30,7 @@ import torch
 import flex_utils
 import model_drafter as md
 import train_dflash as td
-from bench_rig import SHAPES, Meter, Rig, free, import_specforge, specforge_steps
+from bench_rig import SHAPES, Meter, Rig, free, import_specforge, longest_kernels, specforge_steps
 from dflash_trainer import checkpoints, compiled_target, fp8, settings
 from dflash_trainer import target as targets
 from dflash_trainer.devices import HandOff, check_pairs, replica_of
@@ -89,16 +89,6 @@ def table(head, rows):
             return f"{x:.3g}" if abs(x) < 10 else f"{x:.1f}"
         return "-" if x is None else str(x)
     return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in (head, ["---"] * len(head), *rows))
-
-
-def kernels(device, work):
-    """The longest kernels of one work(0)."""
-    if device.type != "cuda":
-        return
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
-        work(0)
-        torch.cuda.synchronize(device)
-    say(profiled.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=90))
 
 
 def device_in_use():
@@ -223,8 +213,8 @@ def one_target(device, decoder, taps, name, ids, other, kept):
         second_ms = meter.times(lambda i: variant.forward(other))[0]
         if variant.forward.refused:
             say(f"target {name}: NO CUDA GRAPH")
-        if PROFILE and name == TARGETS[-1]:
-            kernels(device, lambda i: variant.forward(ids))
+        if PROFILE and device.type == "cuda" and name == TARGETS[-1]:
+            say(longest_kernels(device, lambda i: variant.forward(ids), 25))
         return [ms, first, second, second_ms, gib(device), gib(device, True), str(differs)]
     finally:
         variant.close()
@@ -411,8 +401,8 @@ def one_drafter(device, rig, batches, precision, kept):
         middle = sorted(cosines.values())[len(cosines) // 2]
         against = f"cosine {cosines[lowest]:.4f} ({lowest}) .. median {middle:.4f}"
     say(f"drafter {precision}: forward+backward {numbers[0]:.1f} ms, step {numbers[1]:.1f} ms; {against}")
-    if PROFILE and precision == PRECISIONS[-1]:
-        kernels(device, steps.row)
+    if PROFILE and device.type == "cuda" and precision == PRECISIONS[-1]:
+        say(longest_kernels(device, steps.row, 25))
     return [*numbers, against]
 
 

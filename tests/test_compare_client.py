@@ -1,5 +1,4 @@
 """tools/compare_client.py: z-lab's client and the trainer count alike for the heads that the client has."""
-import importlib.util
 import json
 import sys
 
@@ -8,16 +7,10 @@ import pytest
 pytest.importorskip("dflash")
 from common import ROOT, plus_one_target, train_ok
 
+sys.path.insert(0, str(ROOT / "tools"))
+import compare_client
+
 MAX = 62  # the last word; the target goes on with <unk>, <pad>, <bos> and the end of the turn
-
-
-@pytest.fixture(scope="module")
-def compare_client():
-    spec = importlib.util.spec_from_file_location("compare_client", ROOT / "tools" / "compare_client.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compare_client"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def words_of(ckpt, tmp_path):
@@ -33,7 +26,7 @@ def words_of(ckpt, tmp_path):
 
 
 @pytest.mark.parametrize("head", [dict(), dict(HEAD="dflash2", SELECTOR_TOP_K=8, SELECTOR_RANK=16)])
-def test_the_client_counts_what_the_trainer_counts(compare_client, head, tmp_path, capfd):
+def test_the_client_counts_what_the_trainer_counts(head, tmp_path, capfd):
     out = train_ok(tmp_path / "o", TARGET=plus_one_target(), STEPS=30, LR=0.01, LOG_EVERY=10, **head)
     capfd.readouterr()
     assert compare_client.main(words_of(out / "latest", tmp_path)) == 0
@@ -41,7 +34,7 @@ def test_the_client_counts_what_the_trainer_counts(compare_client, head, tmp_pat
     assert last.startswith("2 prompts, 0 answers differ from plain greedy; 2 ended by themselves: client ")
 
 
-def test_a_head_that_the_client_has_not_is_refused_by_name(compare_client, tmp_path, capfd):
+def test_a_head_that_the_client_has_not_is_refused_by_name(tmp_path, capfd):
     out = train_ok(tmp_path / "o", TARGET=plus_one_target(), STEPS=1, HEAD="dspark", MARKOV_RANK=16)
     capfd.readouterr()
     assert compare_client.main(words_of(out / "latest", tmp_path)) == 2

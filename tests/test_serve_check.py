@@ -4,7 +4,6 @@ The stand-in decodes with a live target and drafter, whose passes tests/test_dec
 client; the tool walks the ids it got. Field names are those of the servers' own code.
 """
 import functools
-import importlib.util
 import json
 import sys
 import threading
@@ -25,6 +24,9 @@ from dflash_trainer.target import make_head
 from flex_utils import attend_dense
 from model_drafter import Drafter
 
+sys.path.insert(0, str(ROOT / "tools"))
+import serve_check as tool
+
 K, LIMIT, N = 4, 24, 6
 VLLM_METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
 # TYPE vllm:spec_decode_num_drafts_total counter
@@ -43,17 +45,6 @@ sglang:spec_accept_length{{model_name="m",tp_rank="0"}} 3.25
 sglang:spec_verify_calls_total{{model_name="m"}} {passes}.0
 sglang:generation_tokens_total{{is_streaming="false",model_name="m"}} {generated}.0
 """
-
-
-def load_tool():
-    spec = importlib.util.spec_from_file_location("serve_check", ROOT / "tools" / "serve_check.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["serve_check"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
 
 
 # -------------------------------------------------------------------------------- what the stand-in serves

@@ -60,7 +60,7 @@ def conversations(n, shortest, longest, words, seed):
 
 
 def make_target(folder="", size=""):
-    require(folder, "expected DIR [small] [NAME=VALUE ...]")
+    require(folder, "expected DIR [moe | small] [NAME=VALUE ...]")
     require(size in ("", "moe", "small"), f"{size}: the size is `moe`, `small` or left out")
     settings.require_positive(sys.modules[__name__], "LAYERS", "SHORTEST", "LONGEST", "WORDS")
     config = {"": QWEN_27B, "moe": QWEN_35B_A3B, "small": {**QWEN_27B, **SMALL}}[size].copy()
