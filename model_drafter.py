@@ -8,7 +8,7 @@
 Shapes: S context tokens in a row, N anchors in a row, K slots in a block, D hidden size, L tapped target
 layers, V vocabulary, M slots that count. Batch is 1 everywhere: a row is packed.
 """
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -242,12 +242,23 @@ class CandidateSelector(nn.Module):
 
     def forward(self, hidden: torch.Tensor, predecessors: torch.Tensor, candidates: torch.Tensor,
                 unary: torch.Tensor) -> torch.Tensor:
-        """hidden (M, D), predecessors (M,), candidates and their logits `unary` (M, k_top) -> scores, fp32:
-        unary of b + sum over r of P[predecessor] * (Wh h) * S[b]."""
-        predecessor = F.embedding(predecessors, self.predecessor_codebook).float()
-        edge = predecessor * self.hidden_projection(hidden).float()         # (M, r)
-        successor = F.embedding(candidates, self.successor_codebook).float()  # (M, k_top, r)
-        return unary.float() + (successor * edge[:, None]).sum(-1)
+        """hidden (M, D), predecessors (M,), candidates and their logits `unary` (M, k_top) -> scores."""
+        return edge_scores(*self.factors(hidden, predecessors, candidates), unary)
+
+    def factors(self, hidden: torch.Tensor, predecessors: torch.Tensor,
+                candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """-> P[predecessor] (M, r), Wh h (M, r), S[candidate] (M, k_top, r)."""
+        predecessor = F.embedding(predecessors, self.predecessor_codebook)
+        successor = F.embedding(candidates, self.successor_codebook)
+        return predecessor, self.hidden_projection(hidden), successor
+
+
+def edge_scores(predecessor: torch.Tensor, projected: torch.Tensor, successor: torch.Tensor,
+                unary: torch.Tensor) -> torch.Tensor:
+    """Three factors (see CandidateSelector.factors) and the candidates' logits `unary` (M, k_top) -> scores
+    (M, k_top), fp32: unary of b + sum over r of P[predecessor] * (Wh h) * S[b]."""
+    edge = predecessor.float() * projected.float()
+    return unary.float() + (successor.float() * edge[:, None]).sum(-1)
 
 
 class MarkovHead(nn.Module):
@@ -798,7 +809,7 @@ def fused_terms(hidden: torch.Tensor, head: Head, labels: torch.Tensor, target_l
         rows = slice(first, first + spec.chunk)
         logits = head.logits(hidden[rows])
         if top_k:  # before the gradient takes their place
-            values, candidates[rows] = likeliest(logits, top_k)
+            values, candidates[rows] = spec.likeliest(logits, top_k)
             unary[rows] = cap(values.float(), head.softcap)
         if target_last is None:
             ce[rows], correct[rows], grad_logits = spec.ce_and_grad(logits, labels[rows], head.softcap)
@@ -955,13 +966,17 @@ def terms_of_chunk(hidden: torch.Tensor, labels: torch.Tensor, target_last: torc
     return slots
 
 
+def chunks_of(rows: Sequence[torch.Tensor | None], chunk: int) -> Iterator[list[torch.Tensor | None]]:
+    """The first `chunk` entries of each, the next ones and so on; None stays None."""
+    n_rows = next(len(each) for each in rows if each is not None)
+    for first in range(0, n_rows, chunk):
+        yield [each if each is None else each[first:first + chunk] for each in rows]
+
+
 def in_chunks(function: Callable, chunk: int, rows: Sequence[torch.Tensor | None], *rest: object) -> list:
     """function(*chunk of each of `rows`, *rest) -> its fields over all rows; made again in backward."""
-    n_rows = next(len(each) for each in rows if each is not None)
-    parts = []
-    for first in range(0, n_rows, chunk):
-        part = [each if each is None else each[first:first + chunk] for each in rows]
-        parts.append(checkpoint(function, *part, *rest, use_reentrant=False, preserve_rng_state=False))
+    parts = [checkpoint(function, *part, *rest, use_reentrant=False, preserve_rng_state=False)
+             for part in chunks_of(rows, chunk)]
     return [None if fields[0] is None else torch.cat(fields) for fields in zip(*parts, strict=True)]
 
 
@@ -980,28 +995,39 @@ def chunked_terms(inputs: "SlotInputs", head: Head, spec: "LossSpec", top_k: int
     return SlotTerms(*in_chunks(terms_of_chunk, spec.chunk, rows, head, None, top_k, spec.terms))
 
 
-def selector_terms(selector: CandidateSelector, inputs: "SlotInputs", slots: SlotTerms, spec: "LossSpec"
-                   ) -> tuple[torch.Tensor, ...]:
+def candidate_terms(predecessor: torch.Tensor, projected: torch.Tensor, successor: torch.Tensor,
+                    unary: torch.Tensor, candidates: torch.Tensor, labels: torch.Tensor,
+                    candidate_probs: torch.Tensor | None, terms: LossTerms
+                    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A selector's loss, whether its pick is the label, whether the label is a candidate: (M,) each.
 
-    Strictly the top k: a slot whose label is no candidate has no cross-entropy.
+    predecessor, projected, successor: CandidateSelector.factors(). candidate_probs (M, k_top): the target's,
+    for tv. Strictly the top k: a slot whose label is no candidate has no cross-entropy.
     """
+    scores = edge_scores(predecessor, projected, successor, unary)
+    is_label = candidates == labels[:, None]
+    covered = is_label.any(-1)
+    ce = scores.logsumexp(-1) - torch.where(is_label, scores, 0.0).sum(-1)
+    loss = terms.ce * torch.where(covered, ce, 0.0)
+    if terms.tv:  # candidates that are left out have probability 0 in the selector
+        kept = torch.minimum(scores.softmax(-1), candidate_probs).sum(-1)
+        loss = loss + terms.tv * (1 - kept)
+    picked = candidates.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
+    return loss, picked == labels, covered
+
+
+def selector_terms(selector: CandidateSelector, inputs: "SlotInputs", slots: SlotTerms, spec: "LossSpec"
+                   ) -> list[torch.Tensor]:
+    """candidate_terms of all M slots, chunk by chunk: rows have any number of chunks, but these one shape."""
     hidden = inputs.hidden
     unary = slots.unary
-    candidates = slots.candidates
     if spec.selector_detach:
         hidden = hidden.detach()
         unary = unary.detach()
-    scores = selector(hidden, inputs.predecessors, candidates, unary)
-    is_label = candidates == inputs.labels[:, None]
-    covered = is_label.any(-1)
-    ce = scores.logsumexp(-1) - torch.where(is_label, scores, 0.0).sum(-1)
-    loss = spec.selector_terms.ce * torch.where(covered, ce, 0.0)
-    if spec.selector_terms.tv:  # candidates that are left out have probability 0 in the selector
-        kept = torch.minimum(scores.softmax(-1), slots.candidate_probs).sum(-1)
-        loss = loss + spec.selector_terms.tv * (1 - kept)
-    picked = candidates.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
-    return loss, picked == inputs.labels, covered
+    factors = selector.factors(hidden, inputs.predecessors, slots.candidates)
+    rows = (*factors, unary, slots.candidates, inputs.labels, slots.candidate_probs)
+    parts = [spec.candidate_terms(*part, spec.selector_terms) for part in chunks_of(rows, spec.chunk)]
+    return [torch.cat(fields) for fields in zip(*parts, strict=True)]
 
 
 # ---------------------------------------------------------------------------------------- one row
@@ -1012,10 +1038,12 @@ class LossSpec(NamedTuple):
     gamma: float
     form: str            # "checkpoint" | "fused"
     chunk: int           # rows of logits at a time
-    ce_and_grad: Callable = ce_and_grad  # of "fused"; may be compiled, as the next three
+    ce_and_grad: Callable = ce_and_grad  # of "fused"; may be compiled, as all functions here
     terms_and_grad: Callable = terms_and_grad
     biased_terms_and_grad: Callable = biased_terms_and_grad
     biased_ce_and_grad: Callable = biased_ce_and_grad
+    likeliest: Callable = likeliest              # of dflash2, as the next one
+    candidate_terms: Callable = candidate_terms
     terms: LossTerms = LossTerms()
     selector_terms: LossTerms = LossTerms()  # dflash2: ce and tv
     selector_detach: bool = False            # the selector's gradient ends at the backbone

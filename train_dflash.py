@@ -577,7 +577,9 @@ class Replica:
             ce_and_grad=self.compile_for_thread(ce_and_grad),
             terms_and_grad=self.compile_for_thread(md.terms_and_grad),
             biased_terms_and_grad=self.compile_for_thread(md.biased_terms_and_grad),
-            biased_ce_and_grad=self.compile_for_thread(md.biased_ce_and_grad))
+            biased_ce_and_grad=self.compile_for_thread(md.biased_ce_and_grad),
+            likeliest=self.compile_for_thread(md.likeliest),
+            candidate_terms=self.compile_for_thread(md.candidate_terms))
         self.selector_ramp = torch.ones((), device=device)  # share of the selector's loss
         if self.compiles:
             for module in (*self.drafter.layers, self.drafter.hidden_norm, self.drafter.norm):
