@@ -763,18 +763,19 @@ CANDIDATE_GROUP = 64  # vocabulary entries whose maximum stands for them at firs
 def likeliest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """torch.topk of (M, V) -> values, indices (M, k), exactly, with one plain pass over V.
 
-    Group g holds the tokens g, g + G, g + 2G ...; the k largest logits stand in the k groups with the largest
-    maxima, since each of those has an entry as large. torch.topk alone makes several passes over all of V.
+    The k largest logits stand in the k groups of neighbours with the largest maxima, since each of those has
+    an entry as large. torch.topk alone makes several passes over all of V.
     """
     n_rows, vocab_size = logits.shape
     n_groups = vocab_size // CANDIDATE_GROUP
     if vocab_size % CANDIDATE_GROUP or n_groups < 2 * k:
         return logits.topk(k, dim=-1)
-    by_group = logits.view(n_rows, CANDIDATE_GROUP, n_groups)
-    groups = by_group.amax(1).topk(k, dim=-1).indices                              # (M, k)
-    entries = by_group.gather(2, groups[:, None].expand(-1, CANDIDATE_GROUP, -1))  # (M, 64, k)
+    by_group = logits.view(n_rows, n_groups, CANDIDATE_GROUP)
+    groups = by_group.amax(-1).topk(k, dim=-1).indices                                 # (M, k)
+    entries = by_group.gather(1, groups[..., None].expand(-1, -1, CANDIDATE_GROUP))  # (M, k, 64)
     values, places = entries.flatten(1).topk(k, dim=-1)
-    return values, places // k * n_groups + groups.gather(1, places % k)
+    group_of_value = groups.gather(1, places // CANDIDATE_GROUP)
+    return values, group_of_value * CANDIDATE_GROUP + places % CANDIDATE_GROUP
 
 
 def candidate_probs_of(target_logits: torch.Tensor, target_lse: torch.Tensor, candidates: torch.Tensor,
@@ -966,11 +967,11 @@ def terms_of_chunk(hidden: torch.Tensor, labels: torch.Tensor, target_last: torc
     return slots
 
 
-def chunks_of(rows: Sequence[torch.Tensor | None], chunk: int) -> Iterator[list[torch.Tensor | None]]:
+def chunks_of(rows: Sequence[torch.Tensor | None], chunk: int) -> Iterator[tuple[torch.Tensor | None, ...]]:
     """The first `chunk` entries of each, the next ones and so on; None stays None."""
     n_rows = next(len(each) for each in rows if each is not None)
-    for first in range(0, n_rows, chunk):
-        yield [each if each is None else each[first:first + chunk] for each in rows]
+    nothing = (None,) * -(-n_rows // chunk)
+    return zip(*(nothing if each is None else each.split(chunk) for each in rows), strict=True)
 
 
 def in_chunks(function: Callable, chunk: int, rows: Sequence[torch.Tensor | None], *rest: object) -> list:

@@ -123,7 +123,7 @@ GAMMA: float | None = None                            # decay; None: 7, 5, 4 for
 LOSS_TERMS: dict | None = None                        # "ce" on the target's token; on its distribution "tv",
                                                       # "kl", "nla", "lk"; None: ce; dspark: .1 ce + 1.8 tv
 LOSS_FORM: str = "fused"                              # "fused": gradient in forward | "checkpoint"
-LOSS_CHUNK: int = 1280                                # rows of logits alive at a time; best a multiple of 128
+LOSS_CHUNK: int = 768                                 # rows of logits alive at a time; best a multiple of 128
 # running
 TARGET_PRECISION: str = "bf16"                        # "bf16" | "fp8": its layers; half the memory
 DRAFTER_PRECISION: str = "bf16"                       # "bf16" | "fp8_head" | "fp8": layers too | "fp8_wgrad":
