@@ -359,6 +359,9 @@ def test_ten_steps_and_ten_more_give_the_same_bits():
 
 # ------------------------------------------------------------------------------------------------- on a GPU
 
+GPU = "cuda:0"  # tests/test_smoke_case.py puts the CPU here, for what needs no kernel
+
+
 def need_gpu() -> None:
     if not torch.cuda.is_available():
         raise unittest.SkipTest("needs a GPU")
@@ -380,13 +383,13 @@ def gpu_case() -> SimpleNamespace:
         turn[first + 8:first + length] = 1
     run_length = rows.run_length(turn, conversation)
     ids = np.random.default_rng(0).integers(0, 500, s)
-    target_hidden = torch.randn(1, s, 512).bfloat16().cuda()
+    target_hidden = torch.randn(1, s, 512).bfloat16().to(GPU)
 
     def batch(seed: int) -> md.Batch:
         valid = np.flatnonzero(run_length >= 1)
         anchors = np.sort(np.random.default_rng(seed).choice(valid, 40, replace=False))
         blocks = md.block_arrays(start, run_length, anchors, n, 16, 128)
-        tensors = [torch.from_numpy(array).to("cuda") for array in (ids, position, *blocks)]
+        tensors = [torch.from_numpy(array).to(GPU) for array in (ids, position, *blocks)]
         return md.Batch(target_hidden, *tensors)
 
     drafter = md.Drafter(config, None)
@@ -396,15 +399,15 @@ def gpu_case() -> SimpleNamespace:
         weights[name] = (weight * 2.5 if weight.dim() == 2 else weight).bfloat16()
     return SimpleNamespace(
         config=config, weights=weights, batch=batch,
-        embed=torch.randn(512, 256).bfloat16().cuda(),
-        head=(torch.randn(512, 256) * 0.05).bfloat16().cuda())
+        embed=torch.randn(512, 256).bfloat16().to(GPU),
+        head=(torch.randn(512, 256) * 0.05).bfloat16().to(GPU))
 
 
 def gpu_drafter(dtype: torch.dtype, attend: Callable, owner: str | None = None) -> md.Drafter:
     case = gpu_case()
     drafter = md.Drafter(case.config, attend)
     drafter.load_state_dict(case.weights)
-    drafter = drafter.to("cuda", dtype)
+    drafter = drafter.to(GPU, dtype)
     for layer in drafter.layers if owner else ():
         layer.forward = flex_utils.compiled(layer.forward, owner)
     return drafter
@@ -415,7 +418,7 @@ def gpu_row(drafter: md.Drafter, make_mask: Callable, batch: md.Batch, owner: st
     case = gpu_case()
     dtype = next(drafter.parameters()).dtype
     embed = torch.nn.Embedding.from_pretrained(case.embed.to(dtype))
-    head = md.Head(torch.nn.Linear(256, 512, bias=False, device="cuda", dtype=dtype))
+    head = md.Head(torch.nn.Linear(256, 512, bias=False, device=GPU, dtype=dtype))
     head.linear.weight = torch.nn.Parameter(case.head.to(dtype), requires_grad=False)
     caught = []
 
@@ -430,7 +433,7 @@ def gpu_row(drafter: md.Drafter, make_mask: Callable, batch: md.Batch, owner: st
     result = md.row_loss(drafter, embed, head, batch, 0, make_mask, spec)
     result.loss.backward()
     handle.remove()
-    counted = torch.unique(batch.slots[batch.slots > 0])
+    counted = batch.slots[batch.slots < batch.anchors.numel() * case.config.block_size]  # without the padding
     gradients = {name: p.grad.float().cpu() for name, p in drafter.named_parameters()}
     return caught[0][counted].float().cpu(), result.loss.item(), gradients
 
@@ -452,18 +455,24 @@ def compiled_row(attend: Callable, gate: flex_utils.Gate, owner: str):
     return first
 
 
+def dense_rows() -> dict[str, tuple]:
+    """The row through dense attention: in fp32, which is the truth, and in bf16."""
+    found = {}
+    for name, dtype in (("truth", torch.float32), ("dense", torch.bfloat16)):
+        drafter = gpu_drafter(dtype, flex_utils.attend_dense)
+        found[name] = gpu_row(drafter, flex_utils.dense_mask, gpu_case().batch(1))
+    return found
+
+
 @functools.cache
 def gpu_rows() -> dict[str, tuple]:
     """The same row four ways: fp32 dense (the truth), bf16 dense, bf16 flex, bf16 flex with small tiles."""
     flex_utils.worker_compile_settings(1)
     gate = flex_utils.Gate(threading.Lock())
-    found = {}
-    for name, dtype in (("truth", torch.float32), ("dense", torch.bfloat16)):
-        drafter = gpu_drafter(dtype, flex_utils.attend_dense)
-        found[name] = gpu_row(drafter, flex_utils.dense_mask, gpu_case().batch(1))
+    found = dense_rows()
     allow_compiles = gate.forbid_compiles_outside()
     try:
-        attend, make_mask = flex_utils.make_attention(torch.device("cuda", 0), True)
+        attend, make_mask = flex_utils.make_attention(torch.device(GPU), True)
         assert make_mask is flex_utils.block_mask
         found["flex"] = compiled_row(attend, gate, "flex")
         small = flex_utils.attend_flex(flex_utils.small_kernel_options())
@@ -502,11 +511,11 @@ def test_gpu_target_as_a_graph_gives_the_same_features():
     """Each shape's CUDA graph against transformers' own forward, other ids every time."""
     need_gpu()
     path = tiny_target(hidden=128, heads=2)
-    decoder = target_files.load_model(str(path), "cuda:0", torch.bfloat16, 0).get_decoder()
+    decoder = target_files.load_model(str(path), GPU, torch.bfloat16, 0).get_decoder()
     forward = features.TappedForward(decoder, (0, 2))
     with torch.no_grad():
         for shape in [(4, 64), (1, 256), (4, 64), (1, 256), (4, 64)]:
-            ids = torch.randint(FIRST_WORD, VOCAB - 1, shape, device="cuda")
+            ids = torch.randint(FIRST_WORD, VOCAB - 1, shape, device=GPU)
             assert gap(forward(ids).float(), forward.eager(ids).float()) < 0.01
     assert len(forward.graphs) == 2 and not forward.refused
 
@@ -518,7 +527,7 @@ def test_gpu_main_trains_compiled_and_resumes():
         TWENTY_STEPS, TARGET=tiny_target(hidden=128, heads=2), DATA=chats("gpu_train", 60, 110, seed=2),
         EVAL_DATA=chats("gpu_eval", 4, 110, seed=3), SEQ_LEN=256, NUM_ANCHORS=32, BLOCK_SIZE=16,
         DRAFT_LAYERS=2, LAYER_TYPES=[SLIDING, FULL], SLIDING_WINDOW=64, STALL_S=600)
-    one, two = ["cuda:0"], ["cuda:0", "cuda:0"]
+    one, two = [GPU], [GPU, GPU]
     base = train(scratch() / "gpu", **dict(given, TARGET_DEVICES=two, DRAFTER_DEVICES=two))
     for folder in map(os.environ.get, ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")):
         assert folder is None or any(Path(folder).rglob("*")), folder
