@@ -1038,7 +1038,7 @@ class LossSpec(NamedTuple):
     kind: str            # "decay" | "dpace"
     gamma: float
     form: str            # "checkpoint" | "fused"
-    chunk: int           # rows of logits at a time
+    chunk: int           # slots whose logits are in memory at once
     ce_and_grad: Callable = ce_and_grad  # of "fused"; may be compiled, as all functions here
     terms_and_grad: Callable = terms_and_grad
     biased_terms_and_grad: Callable = biased_terms_and_grad

@@ -96,8 +96,9 @@ INIT_STD: float = 0.02                                # of fresh weights, normal
 INIT_FROM: str | None = None                          # a drafter checkpoint to start from
 # the drafter's head
 HEAD: str = "dflash"                                  # "dflash": none | "dflash2" | "dspark"
-IN_BLOCK: str | None = None                           # of sliding layers: "by_type", causal in the block |
-                                                      # "bidirectional"; None: the latter for dflash2
+IN_BLOCK: str | None = None                           # what a sliding layer's slots see of their block:
+                                                      # "by_type", the slots before | "bidirectional", all;
+                                                      # None: all for dflash2, else the slots before
 CONV_TAPS: int = 2                                    # dflash2: slots that a convolution reads
 CONV_GROUP: int = 16                                  # dflash2: channels that share a kernel
 SELECTOR_RANK: int = 256                              # dflash2
@@ -123,7 +124,7 @@ GAMMA: float | None = None                            # decay; None: 7, 5, 4 for
 LOSS_TERMS: dict | None = None                        # "ce" on the target's token; on its distribution "tv",
                                                       # "kl", "nla", "lk"; None: ce; dspark: .1 ce + 1.8 tv
 LOSS_FORM: str = "fused"                              # "fused": gradient in forward | "checkpoint"
-LOSS_CHUNK: int = 768                                 # rows of logits alive at a time; best a multiple of 128
+LOSS_CHUNK: int = 768                                 # slots whose logits are in memory at once; best n * 128
 # running
 TARGET_PRECISION: str = "bf16"                        # "bf16" | "fp8": its layers; half the memory
 DRAFTER_PRECISION: str = "bf16"                       # "bf16" | "fp8_head" | "fp8": layers too | "fp8_wgrad":
@@ -190,8 +191,9 @@ def load_data(tokenizer, vocab_size, out, tick, n_machines) -> Data:
         return Data(train, held_out, STEPS)
     n_rows = train.total(EPOCHS)  # packs them all
     horizon = n_rows // (ROWS_PER_STEP * n_machines)
-    require(horizon, f"DATA = {DATA}: EPOCHS = {EPOCHS} give {n_rows} rows, fewer than "
-            f"ROWS_PER_STEP = {ROWS_PER_STEP}: lower it or SEQ_LEN = {SEQ_LEN}, or set STEPS")
+    on_all = f" on each of {n_machines} machines" if n_machines > 1 else ""
+    require(horizon, f"DATA = {DATA}: {n_rows} rows in EPOCHS = {EPOCHS}, fewer than one step takes with "
+            f"ROWS_PER_STEP = {ROWS_PER_STEP}{on_all}: lower it or SEQ_LEN = {SEQ_LEN}, or set STEPS")
     return Data(train, held_out, horizon)
 
 
@@ -520,7 +522,7 @@ def selector_ramp(step, horizon):
 
 
 def loss_chunk(n_drafts):
-    """LOSS_CHUNK, or less where a whole row has fewer slots: rows of logits alive at a time."""
+    """LOSS_CHUNK, or less where a whole row has fewer slots."""
     return min(LOSS_CHUNK, -(-NUM_ANCHORS * n_drafts // 128) * 128)
 
 

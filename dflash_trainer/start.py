@@ -459,8 +459,8 @@ def describe_run(settings, config: DrafterConfig, data, schedule, machines, n_tr
     most = config.max_position_embeddings
     if lengths.max() > most:
         log.write(f"WARNING: DATA has conversations of {lengths.max()} tokens, max_position_embeddings of "
-                  f"TARGET is {most}: the target was not trained beyond that length; SEQ_LEN = "
-                  f"{settings.SEQ_LEN} truncates them")
+                  f"TARGET is {most}: the target was not trained beyond that length. SEQ_LEN = {most} "
+                  f"instead of {settings.SEQ_LEN} would cut them there")
     n_cut = (lengths >= settings.SEQ_LEN).sum()
     n_drafters = len(settings.DRAFTER_DEVICES)
     anchors_per_row = min(settings.NUM_ANCHORS, stats["supervised"] / n_rows)

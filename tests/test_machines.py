@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import common
+import train_dflash as td
 from common import (
     Child,
     arguments,
@@ -30,7 +31,8 @@ from common import (
     until,
     untimed,
 )
-from dflash_trainer import machines, workers
+from dflash_trainer import machines, settings, workers
+from dflash_trainer.errors import UserError
 
 WHOLE = dict(ROWS_PER_STEP=4, STEPS=6, EVAL_EVERY=3, SAVE_EVERY=2, KEEP=9)
 HALF = dict(WHOLE, ROWS_PER_STEP=2)
@@ -146,6 +148,18 @@ def test_epochs_count_the_rows_of_all_machines(tmp_path, one_machine):
     assert horizons[0] == horizons[1] > 4
     assert log_lines(tmp_path / "two")[-1]["step"] == log_lines(alone)[-1]["step"] == horizons[0]
     assert distance(tmp_path / "two" / "latest", alone / "latest") < 1e-5
+
+
+def test_fewer_rows_than_a_step_of_all_machines_takes(monkeypatch):
+    """15 rows are a step of 12, but not of 2 x 12."""
+    stream = SimpleNamespace(total=lambda epochs: 15)
+    monkeypatch.setattr(td, "read_conversations", lambda *arguments: None)
+    monkeypatch.setattr(td, "RowStream", lambda *arguments: stream)
+    with settings.changed(td, DATA="d.jsonl", STEPS=None, EPOCHS=6, EVAL_EVERY=0, ROWS_PER_STEP=12):
+        assert td.load_data(None, 9, None, None, n_machines=1).horizon == 1
+        message = r"DATA = d.jsonl: 15 rows in EPOCHS = 6.* ROWS_PER_STEP = 12 on each of 2 machines"
+        with pytest.raises(UserError, match=message):
+            td.load_data(None, 9, None, None, n_machines=2)
 
 
 def test_two_then_one_then_two_machines_resume_one_run(tmp_path, one_machine):

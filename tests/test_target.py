@@ -3,6 +3,7 @@ import json
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -229,3 +230,36 @@ def test_a_kernel_too_large_for_the_card_ends_in_one_line(wrapped, monkeypatch, 
     said = capsys.readouterr().out
     assert f"thread drafter-0: {text} Set SMALL_KERNELS = True, or COMPILE = False" in said
     assert "Traceback" not in said and "VERBOSE" not in said
+
+
+def conversation_from(first_label):
+    """Twenty tokens, each one more than the one before, supervised from place `first_label` on."""
+    return types.SimpleNamespace(ids=np.arange(5, 25), turn=(np.arange(20) >= first_label).astype(np.int32))
+
+
+@pytest.mark.parametrize("first_label, labels", [
+    (5, "1.000 of 3 labels equal the target's argmax"),
+    (15, "no label stands in the first 8 tokens of the 2 conversations looked at")])
+def test_the_proof_reads_the_beginning_of_long_conversations(first_label, labels, monkeypatch, capsys):
+    """8 tokens of 20, the first one a conversation whose labels come late; logits compared 3 at a time."""
+    monkeypatch.setattr(target_files, "PROVED_TOKENS", 8)
+    monkeypatch.setattr(target_files, "LOGITS_COMPARED", 3)
+    model = target_files.load_model(str(common.plus_one_target()), CPU, torch.float32, 0)
+    config = common.tiny_config(target_layer_ids=(0, 1))
+    conversations = [conversation_from(15), conversation_from(first_label)]
+    target_files.verify_target("T", model, config, conversations, None)
+    assert capsys.readouterr().out.splitlines()[1] == f"       {labels}"
+
+
+def test_a_head_that_is_not_the_models_own_is_refused(monkeypatch):
+    """Off in the last of the chunks alone."""
+    monkeypatch.setattr(target_files, "LOGITS_COMPARED", 3)
+    model = target_files.load_model(str(common.plus_one_target()), CPU, torch.float32, 0)
+    ids = torch.arange(5, 13)[None]
+    with torch.no_grad():
+        out = target_files.forward_whole(model, ids)
+        head = target_files.make_head(model)
+        target_files.require_same_logits("T", head, out)
+        out.logits[0, -1, 7] += out.logits.abs().max() * 0.1
+        with pytest.raises(UserError, match="TARGET = T: its logits are not its head"):
+            target_files.require_same_logits("T", head, out)
