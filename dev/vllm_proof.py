@@ -241,7 +241,7 @@ def alone(function, *arguments):
 def conversations() -> list[list[dict]]:
     """The messages of the first N lines, each up to its last answer."""
     found = []
-    for _, row in read_rows(Path(DATA)):
+    for _, row in read_rows(Path(DATA), "DATA"):
         found.append(parse_prompt(load_json(row)).messages)
         if len(found) == N:
             break

@@ -1,7 +1,7 @@
 """Files, folders and globs -> rows: JSONL, JSON arrays and parquet, one reader for all programs.
 
     resolve_files(spec)    the files that a setting names
-    read_rows(path)        the rows of one of them, numbered from 1
+    read_rows(path, what)  the rows of one of them, numbered from 1
     load_row(row)          a row as it was read -> its JSON value
 """
 import glob
@@ -131,9 +131,10 @@ def kind_of(path: Path) -> str:
 # ----------------------------------------------------------------------------------------------- their rows
 
 
-def read_rows(path: Path, bar=None) -> Iterator[tuple[int, object]]:
+def read_rows(path: Path, what: str, bar=None) -> Iterator[tuple[int, object]]:
     """Yields (line or place from 1, row as it was read) of a file; blank lines are no rows. UserError for a
-    file that can't be read, or that is empty. `bar`: a progress bar over the bytes of the file."""
+    file that can't be read, or that is empty. `what`: the setting that names it, for errors. `bar`: a
+    progress bar over the bytes of the file."""
     try:
         kind = kind_of(path)
         if kind == "object":
@@ -144,10 +145,12 @@ def read_rows(path: Path, bar=None) -> Iterator[tuple[int, object]]:
         for number, row in readers[kind](path, bar):
             is_empty = False
             yield number, row
+        if is_empty:
+            raise UserError(f"{path}: is empty; one conversation a line is expected")
     except (OSError, EOFError, zlib.error) as e:
-        raise UserError(f"{path}: can't be read to its end: {e}") from None
-    if is_empty:
-        raise UserError(f"{path}: is empty; one conversation a line is expected")
+        raise UserError(f"{what} = {path}: can't be read to its end: {e}") from None
+    except UserError as e:  # begins with the path
+        raise UserError(f"{what} = {e}") from None
 
 
 def read_lines(path: Path, bar) -> Iterator[tuple[int, bytes]]:

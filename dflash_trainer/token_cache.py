@@ -167,7 +167,7 @@ def tokenise_files(files: list[Path], what: str, settings: Settings) -> Iterator
     with (tqdm(total=size, unit="B", unit_scale=True, desc=f"tokenising {what}", mininterval=2,
                disable=size < SHOW_BAR_FROM) as bar,
           ThreadPoolExecutor(1) as encoder):
-        rows = ((str(file), number, row) for file in files for number, row in read_rows(file, bar))
+        rows = ((str(file), number, row) for file in files for number, row in read_rows(file, what, bar))
         waiting = deque()
         while chunk := list(itertools.islice(rows, ROWS_AT_ONCE)):
             prepared = tokeniser.prepare_all(chunk)

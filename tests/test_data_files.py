@@ -33,13 +33,13 @@ from dflash_trainer.errors import UserError
 )
 def test_files_that_are_not_jsonl(content, words, tmp_path):
     (tmp_path / "x.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=rf"^DATA = .*x\.jsonl.*{words}"):
         build(tmp_path / "x.jsonl")
 
 
 def test_a_damaged_gz(tmp_path):
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(json.dumps(GOOD).encode() * 50)[:60])
-    with pytest.raises(UserError, match="x.jsonl.gz"):
+    with pytest.raises(UserError, match=r"^DATA = .*x\.jsonl\.gz: can't be read to its end"):
         build(tmp_path / "x.jsonl.gz")
 
 

@@ -81,7 +81,7 @@ def read_prompts(counts):
     prompts are printed and counted; repeated prompts are counted."""
     rows = {}
     for path in resolve_files(PROMPTS, "PROMPTS", announce=True):
-        for number, row in read_rows(path):
+        for number, row in read_rows(path, "PROMPTS"):
             try:
                 chat = parse_prompt(load_row(row))
             except BadLine as error:

@@ -34,8 +34,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from dflash_trainer import settings
-from dflash_trainer.chat_lines import BadLine, load_json, parse_prompt, parse_row
-from dflash_trainer.data_files import read_rows, resolve_files
+from dflash_trainer.chat_lines import BadLine, parse_prompt, parse_row
+from dflash_trainer.data_files import load_row, read_rows, resolve_files
 from dflash_trainer.devices import compute_dtype
 from dflash_trainer.errors import UserError, require
 from dflash_trainer.target import forward_whole, load_model
@@ -126,14 +126,11 @@ def read_prompts(tokenizer) -> list[Prompt]:
     """The first N of EVAL_DATA. Lines that can't be used are said and skipped."""
     prompts = []
     for path in resolve_files(EVAL_DATA, "EVAL_DATA"):
-        for number, row in read_rows(path):
+        for number, row in read_rows(path, "EVAL_DATA"):
             if len(prompts) == N:
                 return prompts
             try:
-                if isinstance(row, BadLine):
-                    raise row
-                row = load_json(row) if isinstance(row, bytes) else row
-                prompts.append(prompt_of(row, tokenizer))
+                prompts.append(prompt_of(load_row(row), tokenizer))
             except BadLine as e:
                 print(f"{path} line {number}: skipped, {e}")
     require(prompts, f"EVAL_DATA = {EVAL_DATA}: no prompt in it")
