@@ -15,6 +15,8 @@ ROLES = {
     "function": "tool", "observation": "tool", "function_response": "tool"}
 KNOWN_ROLES = "system", "developer", "user", "assistant", "tool"
 THOUGHT_KEYS = "reasoning_content", "reasoning", "thinking"
+# how servers say that an answer did not end by itself
+CUT_REASONS = "length", "max_tokens", "max_output_tokens", "content_filter", "abort", "error"
 
 
 class BadLine(Exception):
@@ -27,7 +29,7 @@ class Chat(NamedTuple):
     tools: list | None      # JSON schemas
     argument_texts: list    # each tool call's arguments as JSON text, the row's own where it had one
     source: str             # "" if the row has none
-    cut: frozenset          # numbers of messages that a length limit ended: they lack an end of turn
+    cut: frozenset          # numbers of messages that did not end by themselves: they lack an end of turn
     untrained: frozenset    # numbers of messages with weight 0: context only
 
 
@@ -264,11 +266,11 @@ def parse_weight(weight: object) -> float:
 
 
 def was_cut(entry: dict) -> bool:
-    """Was a row's last answer, or a message, cut at a limit?"""
+    """Was a row's last answer, or a message, cut at a limit or broken off?"""
     reason = entry.get("finish_reason")
     if not isinstance(reason, (str, type(None))):
         raise BadLine(f"finish_reason is a {type(reason).__name__}, a text is expected")
-    return reason == "length"
+    return reason is not None and reason.lower() in CUT_REASONS
 
 
 def parse_calls(turn: dict) -> list:

@@ -26,7 +26,7 @@ from dflash_trainer.chat_lines import BadLine, Tokens, parse_row
 from dflash_trainer.data_files import load_row, read_rows, resolve_files
 from dflash_trainer.errors import UserError
 
-DATA_VERSION = 4       # raise it when a change below changes any token or turn: caches are made anew
+DATA_VERSION = 5       # raise it when a change below changes any token or turn: caches are made anew
 SMALL_FILE = 16 << 20  # bytes; smaller files are known by their content
 ROWS_AT_ONCE = 512     # rows that the tokenizer's own threads share
 SHOW_BAR_FROM = 4 << 20  # bytes of input

@@ -83,10 +83,12 @@ def test_seq_len_cuts(limit, left, monkeypatch, tmp_path):
     assert turns(c.ids, c.turn, tok)[1].endswith("<|im_end|>") == (left == "whole")
 
 
-def test_finish_reason_length(tmp_path):
-    rows = [
-        {"messages": [user("Hi"), answer("One two three.")], "finish_reason": r} for r in ("length", "stop")
-    ]
+@pytest.mark.parametrize("reasons", [
+    ("length", "stop"), ("max_tokens", "end_turn"), ("content_filter", "tool_calls"), ("MAX_TOKENS", "STOP"),
+    ("abort", None)])
+def test_finish_reason(reasons, tmp_path):
+    """An answer that was broken off, and one that ended by itself, in the words of several servers."""
+    rows = [{"messages": [user("Hi"), answer("One two three.")], "finish_reason": r} for r in reasons]
     cut, whole = build(write(tmp_path / "f.jsonl", rows))
     assert (cut.cut, whole.cut) == (True, False) and (cut.ids == whole.ids).all()
     assert turns(cut.ids, cut.turn, tokenizer()) == {1: "One two three."}
