@@ -378,7 +378,7 @@ def target_worker(run, t):
     forward = TappedForward(run.decoders[t], run.config.target_layer_ids, run.log.write, parts,
                             needs_last(run.config))
     hand_off = HandOff(device, run.links.bad_pairs)
-    copies = deque()  # copies that may still be running
+    copies_done = deque()  # events of copies that may still be running, oldest first
     for job in run.schedule.jobs_of_target(t):
         run.workers.check()
         row, anchors = run.data.row(job.kind, job.index)
@@ -388,9 +388,9 @@ def target_worker(run, t):
         batch = send_batch(job, row, anchors, target_hidden, run.config, hand_off, drafter_device)
         run.workers.tick()
         run.queues.put(job, batch)
-        copies.append(batch.ready)
-        if len(copies) > QUEUE_DEPTH:  # bound the copies in flight: each holds S x L*D features
-            oldest = copies.popleft()
+        copies_done.append(batch.ready)
+        if len(copies_done) > QUEUE_DEPTH:  # bound the copies in flight: each holds S x L*D features
+            oldest = copies_done.popleft()
             if oldest:
                 oldest.synchronize()
 
@@ -482,10 +482,10 @@ def micro_step(run, replica, optimizer, batch):
         result.loss.backward()
     loss = result.loss.detach()
     valid = batch.counted[0] > 0
-    none = torch.zeros_like(loss)
+    zero = torch.zeros_like(loss)
     stats = RowStats(loss=loss, weight=result.weight, matches=(result.matches * valid).sum().float(),
                      anchors=valid.sum().float(), bad=(~torch.isfinite(loss)).float(),
-                     tv=none if result.tv is None else result.tv, kl=none if result.kl is None else result.kl)
+                     tv=zero if result.tv is None else result.tv, kl=zero if result.kl is None else result.kl)
     optimizer.row_stats[batch.index % len(optimizer.row_stats)] = torch.stack(stats)
     run.workers.tick()
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from common import batch_of, loss_of_row, tiny_config
+from common import batch_of, fit, loss_of_row, tiny_config
 from dflash_trainer import checkpoints, decoding
 from dflash_trainer.decoding import speculative_generate
 from dflash_trainer.features import Taps
@@ -275,21 +275,10 @@ def row_of(target, prompt, answer):
 
 
 def fitted(target, data):
-    """A drafter fitted to these answers until it is accepted often; weights rounded to bf16, as a file
-    holds them."""
-    torch.manual_seed(0)
+    """A drafter fitted to these answers."""
     drafter = Drafter(config(), attend_dense)
     drafter.init_weights(0)
-    rows = [row_of(target, *d) for d in data]
-    optimiser = torch.optim.Adam(drafter.parameters(), 5e-3)
-    for step in range(25 * len(rows)):
-        result = loss_of(drafter, target, *rows[step % len(rows)])
-        optimiser.zero_grad()
-        (result.loss / result.weight).backward()
-        optimiser.step()
-    with torch.no_grad():
-        for p in drafter.parameters():
-            p.copy_(p.bfloat16())
+    fit(drafter, [(target, *row_of(target, *d)) for d in data], loss_of)
     return drafter
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import model_drafter as md
-from common import loss_of_row
+from common import fit, loss_of_row
 from dflash_trainer import checkpoints, decoding
 from dflash_trainer.decoding import speculative_generate
 from dflash_trainer.features import Taps
@@ -159,19 +159,11 @@ def loss_of(drafter, target, hidden, batch):
 
 
 def fitted(target, data, head):
-    """Fitted to these answers until it is accepted often; weights rounded to bf16, as a file holds them."""
+    """A drafter with this head, fitted to these answers."""
     drafter = md.Drafter(config(head), attend_dense)
     drafter.init_weights(0)
-    rows = [row_of(target, prompt, answer, drafter.config) for prompt, answer in data]
-    optimiser = torch.optim.Adam(drafter.parameters(), 5e-3)
-    for step in range(25 * len(rows)):
-        result = loss_of(drafter, target, *rows[step % len(rows)])
-        optimiser.zero_grad()
-        (result.loss / result.weight).backward()
-        optimiser.step()
-    with torch.no_grad():
-        for param in drafter.parameters():
-            param.copy_(param.bfloat16())
+    rows = [(target, *row_of(target, prompt, answer, drafter.config)) for prompt, answer in data]
+    fit(drafter, rows, loss_of)
     return drafter
 
 
