@@ -78,11 +78,8 @@ def parse_row(row: object) -> Chat | Tokens:
     if "input_ids" in row or "loss_mask" in row:
         return parse_tokens(row)
     is_pair = "messages" not in row and "conversations" not in row
-    if is_pair and ("prompt" in row) != ("response" in row):
-        raise BadLine("prompt without response" if "prompt" in row else "response without prompt")
-    turns = turns_of(row)
-    if is_pair:
-        turns = [*turns, {"role": "assistant", "content": row["response"]}]
+    answer = answer_of_pair(row) if is_pair else []
+    turns = [*turns_of(row), *answer]
     chat = parse_chat(row, turns)
     require_answer(chat.messages, turns)
     return chat
@@ -105,6 +102,25 @@ def require_object(row: object) -> dict:
     if not isinstance(row, dict):
         raise BadLine(f"a JSON object is expected, this is a {type(row).__name__}")
     return given(row)
+
+
+def answer_of_pair(row: dict) -> list:
+    """The messages that answer a row's prompt, [] where it has neither: `response`, or `completion` as TRL
+    calls it, which may be a list of messages."""
+    names = [name for name in ("response", "completion") if name in row]
+    if len(names) > 1:
+        raise BadLine("both response and completion")
+    if "prompt" in row and not names:
+        raise BadLine("prompt without response")
+    if not names:
+        return []
+    (name,) = names
+    if "prompt" not in row:
+        raise BadLine(f"{name} without prompt")
+    answer = row[name]
+    if isinstance(answer, list) and any(isinstance(part, dict) and "role" in part for part in answer):
+        return answer
+    return [{"role": "assistant", "content": answer}]
 
 
 def turns_of(row: dict) -> list:

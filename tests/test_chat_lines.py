@@ -92,6 +92,9 @@ MALFORMED = [
     '{"messages": [{"role": "user", "content": [7]}]}',
     '{"prompt": "no response"}',
     '{"response": "no prompt"}',
+    '{"completion": "no prompt"}',
+    '{"prompt": "q", "response": "x y", "completion": "x y"}',
+    '{"prompt": "q", "completion": [{"role": "user", "content": "x y"}]}',
     '{"prompt": "q", "response": {"a": 1}}',
     '{"prompt": NaN, "response": "x y"}',
     '{"input_ids": [1, 2, 3]}',
@@ -215,6 +218,8 @@ def test_other_accepted_forms(tmp_path):
         {"conversations": GOOD["messages"]},
         {"messages": [user(parts), answer("1 plus 1 equals 2.")]},
         {"prompt": [user("What is 1 plus 1?")], "response": "1 plus 1 equals 2."},
+        {"prompt": "What is 1 plus 1?", "completion": "1 plus 1 equals 2."},
+        {"prompt": [user("What is 1 plus 1?")], "completion": [answer("1 plus 1 equals 2.")], "response": None},
         {
             "messages": [
                 {"from": "human", "value": "What is 1 plus 1?"},
@@ -223,7 +228,7 @@ def test_other_accepted_forms(tmp_path):
         },
     ]
     got = build(write(tmp_path / "x.jsonl", rows))
-    assert len({c.ids.tobytes() + c.turn.tobytes() for c in got}) == 1 and len(got) == 5
+    assert len({c.ids.tobytes() + c.turn.tobytes() for c in got}) == 1 and len(got) == len(rows)
     called = [
         {"from": "human", "value": "q"},
         {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
