@@ -41,13 +41,16 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x.float() / scale).to(E4M3), scale
 
 
-def quantize_weight(weight: torch.Tensor, step: int = 8192) -> tuple[torch.Tensor, torch.Tensor]:
-    """quantize_rows of a large matrix (N, K) that may be a transposed view: without a copy of all of it."""
+def quantize_weight(weight: torch.Tensor, step: int = 8192,
+                    minus: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """quantize_rows of a large matrix (N, K) that may be a transposed view: without a copy of all of it.
+    minus (N,): what is taken off each row before."""
     values = torch.empty(weight.shape, dtype=E4M3, device=weight.device)
     scales = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
     for i in range(0, len(weight), step):
         rows = slice(i, i + step)
-        values[rows], scales[rows] = quantize_rows(weight[rows])
+        part = weight[rows] if minus is None else weight[rows].float() - minus[rows, None]
+        values[rows], scales[rows] = quantize_rows(part)
     return values, scales
 
 
@@ -202,7 +205,10 @@ class Fp8Head(nn.Module):
         self.bias = None if head.linear.bias is None else head.linear.bias * head.scale
         self.form = form
         self.by_token, self.token_scale = quantize_weight(weight)            # (V, D), (V, 1)
-        self.by_entry, self.entry_scale = quantize_weight(weight.t(), 512)   # (D, V), (D, 1)
+        # A softmax's gradient adds up to 0 over the tokens, so what all rows of the head have in common drops
+        # out of its product, but not out of fp8's errors: thousands of small entries are written as 0.
+        common = None if head.softcap else weight.mean(0, dtype=torch.float32)
+        self.by_entry, self.entry_scale = quantize_weight(weight.t(), 512, common)  # (D, V), (D, 1)
         if head.scale != 1:  # the factor on the logits, in both products
             self.token_scale *= head.scale
             self.entry_scale *= head.scale
@@ -225,24 +231,24 @@ class Fp8Head(nn.Module):
 
     def grad_hidden(self, grad: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
                     dtype: torch.dtype) -> torch.Tensor:
-        """Gradient of the logits (M, V) -> of the hidden states (M, D), in `dtype`. grad: e4m3, LARGEST times
-        the gradient as ce_and_grad() below writes it; (e4m3, scales (M, 1)); or another dtype."""
-        if isinstance(grad, tuple):
-            values, scale = grad
-        elif grad.dtype == E4M3:
-            values = grad
-            scale = torch.full((len(grad), 1), 1 / LARGEST, device=grad.device)
-        else:
-            values, scale = self.quantize_rows(grad)
+        """Gradient of the logits (M, V), whose rows add up to 0 -> of the hidden states (M, D), in `dtype`.
+        grad: e4m3 values and their scales (M, 1), as ce_and_grad() below makes them, or another dtype."""
+        values, scale = grad if isinstance(grad, tuple) else self.quantize_rows(grad)
         return multiply(values, scale, self.by_entry, self.entry_scale, self.form, dtype)
 
 
+SMALLEST_SCALED = 1e-6  # a row's gradient below it is lost in fp32's rounding of the loss
+
+
 def ce_and_grad(logits: torch.Tensor, labels: torch.Tensor, softcap: float | None
-                ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """md.ce_and_grad whose gradient is e4m3 of LARGEST times it: with one label a row every entry lies in
-    -1..1, so that no pass over the logits looks for the largest."""
+                ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """md.ce_and_grad whose gradient is e4m3 values and scales (M, 1). The largest entry of a row is its
+    label's, 1 - p[label], for all others add up to it: so no pass over the logits looks for it."""
     ce, correct, grad = md.ce_with_grad(logits, labels, softcap)
-    return ce, correct, (grad * LARGEST).to(E4M3)
+    largest = -torch.expm1(-ce)[:, None]
+    scale = largest.clamp(min=SMALLEST_SCALED) / LARGEST
+    values = (grad / scale).clamp(-LARGEST, LARGEST)  # what the rounding of ce adds would become NaN
+    return ce, correct, (values.to(E4M3), scale)
 
 
 # ------------------------------------------------------------------------------ published checkpoints

@@ -171,7 +171,7 @@ def test_a_factor_on_the_logits_counts_once():
     linear = torch.nn.Linear(64, 96).requires_grad_(False)
     plain = md.Head(linear, scale=0.25)
     head = fp8.Fp8Head(plain, FORM, "X = fp8")
-    hidden, grad = torch.randn(48, 64), torch.randn(48, 96)
+    hidden, grad = torch.randn(48, 64), softmax_grad(48, 96)
     tokens = torch.arange(96).expand(48, 96)
     wanted_grad = 0.25 * grad @ linear.weight
     assert relative(head(hidden), 0.25 * linear(hidden)) < 0.05
@@ -184,13 +184,52 @@ def test_other_gradients_of_logits_take_the_largest_entry_of_their_row():
     torch.manual_seed(0)
     linear = torch.nn.Linear(64, 96, bias=False).requires_grad_(False)
     head = fp8.Fp8Head(md.Head(linear), FORM, "X = fp8")
-    grad = torch.randn(16, 96) * torch.logspace(-6, 2, 16)[:, None]
+    grad = softmax_grad(16, 96) * torch.logspace(-6, 2, 16)[:, None]
     wanted = grad.double() @ linear.weight.double()
     for given in (grad, fp8.quantize_rows(grad)):
         found = head.grad_hidden(given, torch.float32)
         errors = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
         assert errors.max() < 0.08
 
+
+def softmax_grad(n_rows, vocab_size):
+    """d ce / d logits of random logits: rows that add up to 0, as every loss here makes them."""
+    logits = torch.randn(n_rows, vocab_size)
+    grad = logits.softmax(-1)
+    grad[torch.arange(n_rows), torch.randint(0, vocab_size, (n_rows,))] -= 1
+    return grad
+
+
+def test_many_small_entries_of_a_gradient_count():
+    """Confident slots of a large vocabulary whose rows have much in common: the sum of the slots' gradients,
+    in which rounding averages out and what is written as 0 does not."""
+    torch.manual_seed(0)
+    vocab_size, n_slots = 8192, 256
+    linear = torch.nn.Linear(64, vocab_size, bias=False).requires_grad_(False)
+    linear.weight.copy_(torch.randn(64) + 0.2 * torch.randn(vocab_size, 64))
+    logits = torch.randn(n_slots, vocab_size)
+    labels = torch.randint(0, vocab_size, (n_slots,))
+    sure_of_label = torch.linspace(9, 16, n_slots)  # p[label] from 0.4 to 0.999
+    logits[torch.arange(n_slots), labels] = sure_of_label
+    exact = logits.double().softmax(-1)
+    exact[torch.arange(n_slots), labels] -= 1
+    wanted = (exact @ linear.weight.double()).sum(0)
+    head = fp8.Fp8Head(md.Head(linear), FORM, "X = fp8")
+    *_, grad = fp8.ce_and_grad(logits, labels, None)
+    found = head.grad_hidden(grad, torch.float32)
+    assert relative(found.sum(0), wanted) < 0.05
+
+
+def test_slots_that_are_sure_of_their_label_give_no_nan():
+    """1 - p[label] from 1e-3 down to 0, where the loss rounds to 0 or to less than the gradient."""
+    logits = torch.zeros(64, 128)
+    logits[:, 5] = torch.linspace(10, 100, 64)
+    ce, correct, (values, scale) = fp8.ce_and_grad(logits, torch.full((64,), 5), None)
+    grad = values.float() * scale
+    wanted = logits.double().softmax(-1)
+    wanted[:, 5] -= 1
+    assert correct.all() and torch.isfinite(ce).all() and torch.isfinite(grad).all()
+    assert (grad - wanted).abs().max() < 1e-4
 
 def test_a_head_whose_vocabulary_does_not_fit_is_refused():
     with pytest.raises(UserError, match="X = fp8: the head is 100 x 64"):
