@@ -181,22 +181,26 @@ class BlockConv(nn.Module):
         self.base_kernel = nn.Parameter(torch.empty(2, c.conv_taps, c.hidden_size))
         self.kernel_projection = nn.Linear(c.hidden_size, 2 * c.conv_taps * n_groups, bias=False)
 
-    def kernels(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x (1, N*K, D) -> for each side its kernels (N, K, taps, G, D/G), in fp32."""
+    def kernels(self, x: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """x (1, N*K, D) -> for each side a kernel (N, K, G, D/G) per tap, in fp32.
+
+        One tensor for all taps would give a compiled backward a gradient of that size to fill.
+        """
         n_groups = x.shape[-1] // self.group
         made = self.kernel_projection(x).float().view(-1, self.block_size, 2, self.taps, n_groups)
         base = self.base_kernel.float().unflatten(-1, (-1, self.group))  # (2, taps, G, D/G)
-        before, after = (made[:, :, side, :, :, None] + base[side] for side in (0, 1))
+        before, after = ([made[:, :, side, tau, :, None] + base[side, tau] for tau in range(self.taps)]
+                         for side in (0, 1))
         return before, after
 
-    def convolve(self, kernel: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Of one side: out[k] = sum over tau of kernel[k, tau] * x[k - tau], with zeros before each block."""
+    def convolve(self, kernel: Sequence[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """Of one side: out[k] = sum over tau of kernel[tau][k] * x[k - tau], with zeros before each block."""
         blocks = x.view(-1, self.block_size, x.shape[-1] // self.group, self.group)  # (N, K, G, D/G)
-        out = kernel[:, :, 0] * blocks.float()
+        out = kernel[0] * blocks.float()
         for tau in range(1, min(self.taps, self.block_size)):
             # shifted products, and bf16 blocks until they are multiplied: a compiled backward would otherwise
             # keep shifted fp32 copies of them
-            product = kernel[:, tau:, tau] * blocks[:, :-tau].float()
+            product = kernel[tau][:, tau:] * blocks[:, :-tau].float()
             out = out + F.pad(product, (0, 0, 0, 0, tau, 0))
         return out.view(x.shape).to(x.dtype)  # rounded once, as vLLM's kernel does
 
@@ -499,12 +503,12 @@ def slot_weights(ce: torch.Tensor, counts: torch.Tensor, kind: str, gamma: float
 #   plain_loss, tokens alone               ce_of_chunk          FusedCE
 #   plain_loss, the target's distribution  terms_of_chunk       FusedTerms (fused_terms)
 #   selector_loss (dflash2): its backbone  terms_of_chunk       FusedTerms (fused_terms)
-#                            its selector  selector_terms       the same, its logits' gradient by
-#                                                               CandidateLogits
+#                            its selector  selector_terms       the same, its logits' gradient in FusedTerms
 #   markov_loss (dspark)                   terms_of_chunk       FusedMarkov; as on the left where logits are
 #                                                               capped
 #
 # NAME_with_grad is pure and the reference of NAME_and_grad, which writes the gradient over the logits.
+# Neither gathers from the logits: torch 2.11's Inductor may put such a read behind the write.
 
 def cap(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
     """Soft cap of some targets: |logits| stays below it."""
@@ -516,12 +520,61 @@ def grad_before_cap(grad: torch.Tensor, capped: torch.Tensor, softcap: float | N
     return grad if softcap is None else grad * (1 - (capped / softcap).square())
 
 
+VOCAB_GROUP = 64  # neighbours in the vocabulary that are reduced at once: Inductor loops over longer ones
+
+
+def in_groups(logits: torch.Tensor) -> torch.Tensor:
+    """(M, V) -> (M, V/64, 64), or (M, 1, V) where that leaves a rest.
+
+    Compiled, a reduction of all of V runs through a row again and again, and there are few rows: group by
+    group the card is full and each logit is read once.
+    """
+    n_rows, vocab_size = logits.shape
+    group = vocab_size if vocab_size % VOCAB_GROUP else VOCAB_GROUP
+    return logits.view(n_rows, vocab_size // group, group)
+
+
+def logsumexp(logits: torch.Tensor) -> torch.Tensor:
+    """(M, V) -> (M,)."""
+    return in_groups(logits).logsumexp(-1).logsumexp(-1)
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """(M, V) -> (M,), the first of equals."""
+    grouped = in_groups(logits)
+    group = grouped.amax(-1).argmax(-1, keepdim=True)
+    place = grouped.argmax(-1).gather(1, group)
+    return (group * grouped.shape[-1] + place)[:, 0]
+
+
+def total(values: torch.Tensor) -> torch.Tensor:
+    """Sum over the vocabulary, (M, V) -> (M,)."""
+    return in_groups(values).sum(-1).sum(-1)
+
+
+def likeliest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch.topk of (M, V) -> values, indices (M, k), exactly, with one plain pass over V.
+
+    The k largest logits stand in the k groups of neighbours with the largest maxima, since each of those has
+    an entry as large. torch.topk alone makes several passes over all of V.
+    """
+    grouped = in_groups(logits)
+    n_rows, n_groups, size = grouped.shape
+    if n_groups < 2 * k:
+        return logits.topk(k, dim=-1)
+    groups = grouped.amax(-1).topk(k, dim=-1).indices                         # (M, k)
+    entries = grouped.gather(1, groups[..., None].expand(-1, -1, size))     # (M, k, 64)
+    values, places = entries.flatten(1).topk(k, dim=-1)
+    group_of_value = groups.gather(1, places // size)
+    return values, group_of_value * size + places % size
+
+
 class Head(nn.Module):
     """The target's frozen output layer, with the factor on its logits and its soft cap if it has these.
     hidden (M, D) -> logits (M, V).
 
-    A fused loss needs the products of it that another class may compute in another precision: logits(),
-    grad_hidden(), which gets the gradient as the loss wrote it, and grad_of_tokens().
+    A fused loss needs the products of it that another class may compute in another precision: logits() and
+    grad_hidden(), which gets the gradient as the loss wrote it.
     """
 
     def __init__(self, linear: nn.Linear, softcap: float | None = None, scale: float = 1.0):
@@ -538,16 +591,16 @@ class Head(nn.Module):
         logits = self.linear(hidden)
         return logits if self.scale == 1 else logits * self.scale
 
-    def grad_hidden(self, grad_logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """d loss / d logits() (M, V) -> d loss / d hidden (M, D)."""
+    def grad_hidden(self, grad_logits: torch.Tensor, dtype: torch.dtype, tokens: torch.Tensor | None = None,
+                    grad_of_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """d loss / d logits() (M, V), which may be overwritten, -> d loss / d hidden (M, D).
+
+        grad_of_tokens (M, k): what comes on top at a few different tokens (M, k) of each row.
+        """
+        if tokens is not None:
+            grad_logits = grad_logits.scatter_add_(1, tokens, grad_of_tokens.to(grad_logits.dtype))
         grad = torch.mm(grad_logits, self.linear.weight)
         return (grad if self.scale == 1 else grad * self.scale).to(dtype)
-
-    def grad_of_tokens(self, grad: torch.Tensor, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """d loss / d logits() of a few tokens (M, k) each -> d loss / d hidden (M, D)."""
-        weight = self.linear.weight[tokens]                           # (M, k, D)
-        grad = (grad * self.scale).to(weight.dtype)
-        return (grad[:, None] @ weight)[:, 0].to(dtype)
 
 
 def ce_of_chunk(hidden: torch.Tensor, head: Head, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -562,9 +615,9 @@ def ce_with_grad(logits: torch.Tensor, labels: torch.Tensor,
     """raw logits (M, V) -> ce (M,), argmax == label (M,), d ce / d logits (M, V) in fp32."""
     capped = cap(logits.float(), softcap)
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
-    lse = capped.logsumexp(-1)
-    correct = capped.argmax(-1) == labels
-    ce = lse - torch.where(is_label, capped, 0.0).sum(-1)
+    lse = logsumexp(capped)
+    correct = argmax(capped) == labels
+    ce = lse - total(torch.where(is_label, capped, 0.0))
     grad = torch.exp(capped - lse[:, None]) - is_label.float()
     return ce, correct, grad_before_cap(grad, capped, softcap)
 
@@ -667,7 +720,7 @@ class SlotTerms(NamedTuple):
     backbone_correct: torch.Tensor | None = None  # without the head's bias
     candidates: torch.Tensor | None = None        # (M, k_top) likeliest tokens first
     candidate_probs: torch.Tensor | None = None   # (M, k_top) the target's probabilities of them
-    unary: torch.Tensor | None = None             # (M, k_top) their logits, with gradient
+    unary: torch.Tensor | None = None             # (M, k_top) their logits, with gradient if not fused
 
 
 def mix_terms(terms: LossTerms, ce, tv, kl, alpha):
@@ -706,21 +759,21 @@ def terms_with_grad(logits: torch.Tensor, target_logits: torch.Tensor, labels: t
     -> loss, ce, correct, tv, kl, alpha, logsumexp of the target's logits (M,), d loss / d logits (M, V).
     """
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
-    correct = logits.argmax(-1) == labels
-    target_lse = target_logits.logsumexp(-1)
-    log_p = logits - logits.logsumexp(-1, keepdim=True)
+    correct = argmax(logits) == labels
+    target_lse = logsumexp(target_logits)
+    log_p = logits - logsumexp(logits)[:, None]
     log_q = target_logits - target_lse[:, None]
     p = log_p.exp()
     q = log_q.exp()
-    ce = -torch.where(is_label, log_p, 0.0).sum(-1)
-    tv = 0.5 * (p - q).abs().sum(-1)
-    kl = (q * (log_q - log_p)).sum(-1)
-    alpha = torch.minimum(p, q).sum(-1)
+    ce = -total(torch.where(is_label, log_p, 0.0))
+    tv = 0.5 * total((p - q).abs())
+    kl = total(q * (log_q - log_p))
+    alpha = total(torch.minimum(p, q))
     loss, tv_share, kl_share = mix_terms(terms, ce, tv, kl, alpha)
 
     # by where p is below q: where alpha is small their sum is as well, and 1 minus nearly 1 never occurs
     below = 0.5 - 0.5 * (p - q).sign()
-    grad_tv = p * ((p * below).sum(-1, keepdim=True) - below)
+    grad_tv = p * (total(p * below)[:, None] - below)
     grad = terms.ce * (p - is_label.float()) + kl_share[:, None] * (p - q) + tv_share[:, None] * grad_tv
     return loss, ce, correct, tv, kl, alpha, target_lse, grad
 
@@ -740,7 +793,7 @@ def biased_terms_and_grad(logits: torch.Tensor, bias: torch.Tensor, target_logit
     -> as terms_with_grad, with argmax of the logits alone == label before the gradient.
     """
     base = logits.float()
-    backbone_correct = base.argmax(-1) == labels
+    backbone_correct = argmax(base) == labels
     *values, grad = terms_with_grad(base + bias.float(), target_logits.float(), labels, terms)
     return *values, backbone_correct, logits.copy_(grad)
 
@@ -752,30 +805,9 @@ def biased_ce_and_grad(logits: torch.Tensor, bias: torch.Tensor, labels: torch.T
     -> ce, correct, argmax of the logits alone == label before the gradient.
     """
     base = logits.float()
-    backbone_correct = base.argmax(-1) == labels
+    backbone_correct = argmax(base) == labels
     ce, correct, grad = ce_with_grad(base + bias.float(), labels, softcap=None)
     return ce, correct, backbone_correct, logits.copy_(grad)
-
-
-CANDIDATE_GROUP = 64  # vocabulary entries whose maximum stands for them at first
-
-
-def likeliest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch.topk of (M, V) -> values, indices (M, k), exactly, with one plain pass over V.
-
-    The k largest logits stand in the k groups of neighbours with the largest maxima, since each of those has
-    an entry as large. torch.topk alone makes several passes over all of V.
-    """
-    n_rows, vocab_size = logits.shape
-    n_groups = vocab_size // CANDIDATE_GROUP
-    if vocab_size % CANDIDATE_GROUP or n_groups < 2 * k:
-        return logits.topk(k, dim=-1)
-    by_group = logits.view(n_rows, n_groups, CANDIDATE_GROUP)
-    groups = by_group.amax(-1).topk(k, dim=-1).indices                                 # (M, k)
-    entries = by_group.gather(1, groups[..., None].expand(-1, -1, CANDIDATE_GROUP))  # (M, k, 64)
-    values, places = entries.flatten(1).topk(k, dim=-1)
-    group_of_value = groups.gather(1, places // CANDIDATE_GROUP)
-    return values, group_of_value * CANDIDATE_GROUP + places % CANDIDATE_GROUP
 
 
 def candidate_probs_of(target_logits: torch.Tensor, target_lse: torch.Tensor, candidates: torch.Tensor,
@@ -795,28 +827,31 @@ def in_pieces(function: Callable, tables: Sequence[torch.Tensor], *rest: object)
     return [torch.cat(parts) for parts in zip(*results, strict=True)]
 
 
-def fused_terms(hidden: torch.Tensor, head: Head, labels: torch.Tensor, target_last: torch.Tensor | None,
-                top_k: int, spec: "LossSpec", grad: torch.Tensor | None) -> SlotTerms:
-    """Terms of hidden (M, D), and d loss / d hidden into `grad` (M, D) where it is given.
+def fused_terms(inputs: "SlotInputs", head: Head, spec: "LossSpec", selector: CandidateSelector | None,
+                ramp: torch.Tensor | float, grad: torch.Tensor | None) -> SlotTerms:
+    """Terms of all M slots, and d loss / d hidden into `grad` (M, D) where it is given: of the backbone's
+    loss, and what `ramp` of a selector's loss sends through the candidates' logits.
 
     No more than one chunk's logits, of drafter and target each, are in memory.
     """
+    labels = inputs.labels
     n_slots = labels.numel()
+    top_k = 0 if selector is None else selector.top_k
     loss, ce, tv, kl, alpha = torch.zeros(5, n_slots, dtype=torch.float32, device=labels.device)
     correct = torch.empty_like(labels, dtype=torch.bool)
     candidates = labels.new_empty(n_slots, top_k)
     unary, candidate_probs = torch.empty(2, n_slots, top_k, dtype=torch.float32, device=labels.device)
     for first in range(0, n_slots, spec.chunk):
         rows = slice(first, first + spec.chunk)
-        logits = head.logits(hidden[rows])
+        logits = head.logits(inputs.hidden[rows])
         if top_k:  # before the gradient takes their place
             values, candidates[rows] = spec.likeliest(logits, top_k)
             unary[rows] = cap(values.float(), head.softcap)
-        if target_last is None:
+        if inputs.target_last is None:
             ce[rows], correct[rows], grad_logits = spec.ce_and_grad(logits, labels[rows], head.softcap)
             scale = spec.terms.ce
         else:
-            target_logits = head.logits(target_last[rows])
+            target_logits = head.logits(inputs.target_last[rows])
             (loss[rows], ce[rows], correct[rows], tv[rows], kl[rows], alpha[rows], target_lse) = in_pieces(
                 spec.terms_and_grad, (logits, target_logits, labels[rows]), head.softcap, spec.terms)
             grad_logits = logits
@@ -824,26 +859,46 @@ def fused_terms(hidden: torch.Tensor, head: Head, labels: torch.Tensor, target_l
             if top_k:
                 candidate_probs[rows] = candidate_probs_of(target_logits, target_lse, candidates[rows],
                                                            head.softcap)
-        if grad is not None:
-            grad[rows] = scale * head.grad_hidden(grad_logits, hidden.dtype)
-    if target_last is None:
+        if grad is None:
+            continue
+        of_selector = ()
+        if top_k and not spec.selector_detach:
+            probs = None if inputs.target_last is None else candidate_probs[rows]
+            grad_unary = unary_grad(selector, inputs.rows(rows), unary[rows], candidates[rows], probs, spec)
+            grad_unary = grad_before_cap(grad_unary, unary[rows], head.softcap)
+            of_selector = candidates[rows], ramp / scale * grad_unary
+        grad[rows] = scale * head.grad_hidden(grad_logits, grad.dtype, *of_selector)
+    if inputs.target_last is None:
         slots = SlotTerms(spec.terms.ce * ce, ce, correct)
     else:
         slots = SlotTerms(loss, ce, correct, tv, kl, alpha)
     if top_k:
         slots = slots._replace(candidates=candidates, unary=unary)
-        if target_last is not None:
+        if inputs.target_last is not None:
             slots = slots._replace(candidate_probs=candidate_probs)
     return slots
 
 
+def unary_grad(selector: CandidateSelector, inputs: "SlotInputs", unary: torch.Tensor,
+               candidates: torch.Tensor, probs: torch.Tensor | None, spec: "LossSpec") -> torch.Tensor:
+    """d selector's loss / d logits of the candidates, `unary` (M, k_top), and of nothing else."""
+    factors = selector.factors(inputs.hidden, inputs.predecessors, candidates)
+    with torch.enable_grad():
+        unary = unary.detach().requires_grad_()
+        loss, _, _ = spec.candidate_terms(
+            *factors, unary, candidates, inputs.labels, probs, spec.selector_terms)
+        (grad,) = torch.autograd.grad(loss.sum(), unary)
+    return grad
+
+
 class FusedTerms(torch.autograd.Function):
-    """fused_terms as FusedCE: the hidden states' gradient is made in forward. The loss alone has one."""
+    """fused_terms as FusedCE: the hidden states' gradient is made in forward, and belongs to the loss of the
+    first field. A selector's loss has the same weights, so its share of that gradient is right as well."""
 
     @staticmethod
-    def forward(ctx, hidden, head, labels, target_last, top_k, spec):
+    def forward(ctx, hidden, inputs, head, spec, selector, ramp):
         grad = torch.empty_like(hidden)
-        slots = fused_terms(hidden, head, labels, target_last, top_k, spec, grad)
+        slots = fused_terms(inputs, head, spec, selector, ramp, grad)
         ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(*(field for field in slots[1:] if field is not None))
         return tuple(slots)
@@ -853,27 +908,6 @@ class FusedTerms(torch.autograd.Function):
         (grad,) = ctx.saved_tensors
         nothing_for_the_rest = (None,) * 5
         return grad * grad_loss[:, None].to(grad.dtype), *nothing_for_the_rest
-
-
-class CandidateLogits(torch.autograd.Function):
-    """Passes on logits (M, k_top) that a fused loss has read off; their gradient goes to the hidden states
-    (M, D) through the head's rows of the candidates."""
-
-    @staticmethod
-    def forward(ctx, hidden, unary, candidates, head, chunk):
-        ctx.save_for_backward(unary, candidates)
-        ctx.head = head
-        ctx.chunk = chunk
-        ctx.dtype = hidden.dtype
-        return unary.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        unary, candidates = ctx.saved_tensors
-        grad = grad_before_cap(grad, unary, ctx.head.softcap)
-        parts = zip(grad.split(ctx.chunk), candidates.split(ctx.chunk), strict=True)
-        grad_hidden = [ctx.head.grad_of_tokens(part, tokens, ctx.dtype) for part, tokens in parts]
-        return torch.cat(grad_hidden), None, None, None, None
 
 
 class MarkovGrads(NamedTuple):
@@ -981,17 +1015,19 @@ def in_chunks(function: Callable, chunk: int, rows: Sequence[torch.Tensor | None
     return [None if fields[0] is None else torch.cat(fields) for fields in zip(*parts, strict=True)]
 
 
-def chunked_terms(inputs: "SlotInputs", head: Head, spec: "LossSpec", top_k: int = 0) -> SlotTerms:
+def chunked_terms(inputs: "SlotInputs", head: Head, spec: "LossSpec",
+                  selector: CandidateSelector | None = None, ramp: torch.Tensor | float = 1.0) -> SlotTerms:
     """Terms of logits without a bias, in spec.form as in chunked_ce; M is a multiple of spec.chunk.
 
-    top_k: candidates to return for a selector.
+    selector: its candidates are returned too; selector_terms() makes its loss, of which `ramp` counts.
     """
     if spec.form == "fused":
-        arguments = (inputs.hidden, head, inputs.labels, inputs.target_last, top_k, spec)
+        arguments = (inputs, head, spec, selector, ramp)
         if torch.is_grad_enabled() and inputs.hidden.requires_grad:
-            return SlotTerms(*FusedTerms.apply(*arguments))
+            return SlotTerms(*FusedTerms.apply(inputs.hidden, *arguments))
         with torch.no_grad():
             return fused_terms(*arguments, grad=None)
+    top_k = 0 if selector is None else selector.top_k
     rows = (inputs.hidden, inputs.labels, inputs.target_last, None)
     return SlotTerms(*in_chunks(terms_of_chunk, spec.chunk, rows, head, None, top_k, spec.terms))
 
@@ -1124,6 +1160,9 @@ class SlotInputs(NamedTuple):
     predecessors: torch.Tensor        # (M,) the token before each label
     target_last: torch.Tensor | None  # (M, D) the target's last hidden state, which makes the label
 
+    def rows(self, which: slice) -> "SlotInputs":
+        return SlotInputs(*(None if field is None else field[which] for field in self))
+
 
 def row_loss(drafter: Drafter, embed: nn.Module, head: Head, batch: Batch, group: int, make_mask: Callable,
              spec: LossSpec, ramp: torch.Tensor | float = 1.0) -> RowResult:
@@ -1177,10 +1216,7 @@ def selector_loss(drafter: Drafter, head: Head, inputs: SlotInputs, blocks: Bloc
                   ramp: torch.Tensor | float) -> RowResult:
     """DFlash 2: the backbone's loss and `ramp` of the selector's, under the same weights."""
     selector = drafter.candidate_selector
-    slots = chunked_terms(inputs, head, spec, selector.top_k)
-    if spec.form == "fused" and not spec.selector_detach:
-        unary = CandidateLogits.apply(inputs.hidden, slots.unary, slots.candidates, head, spec.chunk)
-        slots = slots._replace(unary=unary)
+    slots = chunked_terms(inputs, head, spec, selector, ramp)
     picked_loss, picked, covered = selector_terms(selector, inputs, slots, spec)
     weights = blocks.weights(slots.ce)
     loss = (weights * (blocks.grid(slots.loss) + ramp * blocks.grid(picked_loss))).sum()

@@ -224,17 +224,18 @@ class Fp8Head(nn.Module):
         flat = self.logits(hidden.reshape(-1, hidden.shape[-1]))
         return md.cap(flat, self.softcap).view(*hidden.shape[:-1], -1)
 
-    def grad_of_tokens(self, grad: torch.Tensor, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Gradient of the logits of a few tokens (M, k) each -> of the hidden states (M, D)."""
-        weight = (self.by_token[tokens].float() * self.token_scale[tokens]).to(dtype)  # (M, k, D)
-        return (grad[:, None].to(dtype) @ weight)[:, 0]
-
-    def grad_hidden(self, grad: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-                    dtype: torch.dtype) -> torch.Tensor:
+    def grad_hidden(self, grad: torch.Tensor | tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype,
+                    tokens: torch.Tensor | None = None,
+                    grad_of_tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Gradient of the logits (M, V), whose rows add up to 0 -> of the hidden states (M, D), in `dtype`.
-        grad: e4m3 values and their scales (M, 1), as ce_and_grad() below makes them, or another dtype."""
+        grad: e4m3 values and their scales (M, 1), as ce_and_grad() below makes them, or another dtype.
+        grad_of_tokens: see md.Head; a product of its own, for the others' scale may be too small for it."""
         values, scale = grad if isinstance(grad, tuple) else self.quantize_rows(grad)
-        return multiply(values, scale, self.by_entry, self.entry_scale, self.form, dtype)
+        grad_hidden = multiply(values, scale, self.by_entry, self.entry_scale, self.form, dtype)
+        if tokens is None:
+            return grad_hidden
+        weight = (self.by_token[tokens].float() * self.token_scale[tokens]).to(dtype)  # (M, k, D)
+        return grad_hidden + (grad_of_tokens[:, None].to(dtype) @ weight)[:, 0]
 
 
 SMALLEST_SCALED = 1e-6  # a row's gradient below it is lost in fp32's rounding of the loss

@@ -303,7 +303,7 @@ def test_three_taps():
                               conv_taps=3, conv_group=16)
     conv = md.BlockConv(config)
     kernel = golden["conv3.base"].view(3, 4, 16) + golden["conv3.delta"].view(3, 4, 3, 4)[..., None]
-    close(conv.convolve(kernel, golden["conv3.x"]), golden["conv3.y"])
+    close(conv.convolve(kernel.unbind(2), golden["conv3.x"]), golden["conv3.y"])
 
 
 def test_dpace_weights():
@@ -507,6 +507,20 @@ def test_dspark_on_tokens_alone_needs_no_target():
                 close(param.grad, wanted[name], 5e-6)
 
 
+def test_reductions_over_the_vocabulary():
+    """Against torch's own: the first of equals, whole groups of -inf, vocabularies of one group."""
+    torch.manual_seed(0)
+    for vocab_size in (64, 100, 128, 640, 2050, 4096):
+        for levels in (1, 3, 50, 10**6):
+            logits = torch.randint(levels, (40, vocab_size)).double()
+            logits[:5, : vocab_size // 2] = -torch.inf
+            assert torch.equal(md.argmax(logits), logits.argmax(-1))
+            close(md.logsumexp(logits), logits.logsumexp(-1), 1e-14)
+            close(md.total(logits[5:]), logits[5:].sum(-1), 1e-14)
+        logits[7, vocab_size // 3] = torch.nan
+        assert md.argmax(logits)[7] == vocab_size // 3 and md.logsumexp(logits)[7].isnan()
+
+
 def test_the_likeliest_tokens():
     """Against a full sort; many equal values, whole groups of them, and vocabularies that have no groups."""
     torch.manual_seed(0)
@@ -586,17 +600,40 @@ def test_gradients_are_the_slopes_of_the_values(terms):
         torch.testing.assert_close(grad[:, v], slope, atol=1e-7, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name, softcap", [
+    ("ce_and_grad", None), ("ce_and_grad", 3.0), ("terms_and_grad", 3.0), ("biased_terms_and_grad", None)])
+def test_compiled_losses_overwrite_the_logits_after_reading_them(name, softcap):
+    """Inductor's code of each against the same in fp64; a vocabulary of several groups."""
+    torch.manual_seed(0)
+    logits, bias, target = torch.randn(3, 16, 1024)
+    labels = torch.randint(0, 1024, (16,))
+    arguments = {"ce_and_grad": (logits, labels, softcap),
+                 "terms_and_grad": (logits, target, labels, softcap, ALL_TERMS),
+                 "biased_terms_and_grad": (logits, bias, target, labels, ALL_TERMS)}[name]
+    function = getattr(md, name)
+    doubled = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in arguments]
+    wanted = function(*doubled)
+    found = torch.compile(function, dynamic=False)(*(x.clone() if x is logits else x for x in arguments))
+    for one, two in zip(found, wanted, strict=True):
+        if one.dtype == torch.bool:
+            assert torch.equal(one, two)
+        else:
+            close(one, two, 2e-5)
+
+
 def test_a_soft_loss_makes_one_chunk_of_logits_at_a_time():
     """M 64, chunk 8, V 1000, both forms; whole logits would be 64,000 elements."""
     from test_model import cost_of
     head = Head(nn.Linear(8, 1000, bias=False).requires_grad_(False))
+    config = config_of("dflash2", hidden_size=8, vocab_size=1000, selector_top_k=16)
+    selector = random_drafter(config).candidate_selector
     last = torch.randn(64, 8)
     for form in FORMS:
         spec = LossSpec("decay", 4.0, form, 8, terms=ALL_TERMS)
 
         def loss(hidden, spec=spec):
             inputs = md.SlotInputs(hidden, torch.arange(64), torch.arange(64), last)
-            return md.chunked_terms(inputs, head, spec, 16).loss
+            return md.chunked_terms(inputs, head, spec, selector).loss
 
         biggest, kept = cost_of(loss, torch.randn(64, 8).requires_grad_())
         assert biggest <= 8 * 1000 and kept < 8 * 1000, (form, biggest, kept)
@@ -782,6 +819,31 @@ def test_cross_entropy_alone_is_the_plain_loss_bit_for_bit(form):
         assert result.tv is None and not given.needs_last("dflash")
         grads.append([result.loss, *(param.grad for param in row.drafter.parameters())])
     assert all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("selector_detach", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("terms, selector_terms", [
+    (LossTerms(ce=0.1), LossTerms(ce=0.7)), (LossTerms(ce=0.1), LossTerms(ce=0.1, tv=0.9)),
+    (LossTerms(ce=0.2, tv=0.5), LossTerms(ce=1.0))])
+def test_a_share_of_the_selectors_loss(terms, selector_terms, softcap, selector_detach):
+    """Gradients of the fused form against the checkpointed one, which is plain autograd: ramp 0.3, D-PACE."""
+    row = Row(config_of("dflash2"))
+    row.head.softcap = softcap
+    spec = LossSpec("dpace", 4.0, "checkpoint", 8, terms=terms, selector_terms=selector_terms,
+                    selector_detach=selector_detach)
+    batch = row.batch
+    if not spec.needs_last("dflash2"):
+        batch = batch._replace(target_hidden=batch.target_hidden[..., :64])
+    results = []
+    for form in FORMS:
+        row.drafter.zero_grad()
+        result = md.row_loss(row.drafter, row.embed, row.head, batch, 0, dense_mask,
+                             spec._replace(form=form), torch.tensor(0.3))
+        result.loss.backward()
+        results.append([result.loss.detach(), *(param.grad for param in row.drafter.parameters())])
+    for one, two in zip(*results, strict=True):
+        close(one, two, 5e-6)
 
 
 # ------------------------------------------------------------------------------------------------------ files
