@@ -8,6 +8,7 @@
 Shapes: S context tokens in a row, N anchors in a row, K slots in a block, D hidden size, L tapped target
 layers, V vocabulary, M slots that count. Batch is 1 everywhere: a row is packed.
 """
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -500,15 +501,15 @@ def slot_weights(ce: torch.Tensor, counts: torch.Tensor, kind: str, gamma: float
 # Which functions make a row's loss, by LossSpec.form:
 #
 #                                          "checkpoint"         "fused": gradient made in forward
-#   plain_loss, tokens alone               ce_of_chunk          FusedCE
+#   plain_loss, tokens alone               ce_of_chunk          FusedCE (CrossEntropy)
 #   plain_loss, the target's distribution  terms_of_chunk       FusedTerms (fused_terms)
 #   selector_loss (dflash2): its backbone  terms_of_chunk       FusedTerms (fused_terms)
 #                            its selector  selector_terms       the same, its logits' gradient in FusedTerms
 #   markov_loss (dspark)                   terms_of_chunk       FusedMarkov; as on the left where logits are
 #                                                               capped
 #
-# NAME_with_grad is pure and the reference of NAME_and_grad, which writes the gradient over the logits.
-# Neither gathers from the logits: torch 2.11's Inductor may put such a read behind the write.
+# What writes a gradient over the logits never gathers from them in the same compiled function: torch 2.11's
+# Inductor may put such a read behind the write.
 
 def cap(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
     """Soft cap of some targets: |logits| stays below it."""
@@ -534,17 +535,25 @@ def in_groups(logits: torch.Tensor) -> torch.Tensor:
     return logits.view(n_rows, vocab_size // group, group)
 
 
+def exp(x: torch.Tensor) -> torch.Tensor:
+    """As exp2, which a GPU has an instruction for: compiled losses wait for arithmetic, not for memory."""
+    return torch.exp2(x * math.log2(math.e))
+
+
 def logsumexp(logits: torch.Tensor) -> torch.Tensor:
     """(M, V) -> (M,)."""
-    return in_groups(logits).logsumexp(-1).logsumexp(-1)
-
-
-def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """(M, V) -> (M,), the first of equals."""
     grouped = in_groups(logits)
-    group = grouped.amax(-1).argmax(-1, keepdim=True)
-    place = grouped.argmax(-1).gather(1, group)
-    return (group * grouped.shape[-1] + place)[:, 0]
+    largest = grouped.amax(-1).clamp(min=torch.finfo(logits.dtype).min)  # finite: -inf less itself is NaN
+    sums = exp(grouped - largest[..., None]).sum(-1)
+    return (largest + sums.log()).logsumexp(-1)
+
+
+def argmax(logits: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """(M, V) -> (M,), the first of equals; of logits + bias in fp32 where there is one."""
+    grouped = in_groups(logits if bias is None else logits.float() + bias.float())
+    group = grouped.amax(-1).argmax(-1)
+    best = grouped.gather(1, group[:, None, None].expand(-1, -1, grouped.shape[-1]))[:, 0]  # (M, 64)
+    return group * grouped.shape[-1] + best.argmax(-1)
 
 
 def total(values: torch.Tensor) -> torch.Tensor:
@@ -610,38 +619,73 @@ def ce_of_chunk(hidden: torch.Tensor, head: Head, labels: torch.Tensor) -> tuple
     return ce, logits.argmax(-1) == labels
 
 
-def ce_with_grad(logits: torch.Tensor, labels: torch.Tensor,
-                 softcap: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """raw logits (M, V) -> ce (M,), argmax == label (M,), d ce / d logits (M, V) in fp32."""
-    capped = cap(logits.float(), softcap)
-    is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
-    lse = logsumexp(capped)
-    correct = argmax(capped) == labels
-    ce = lse - total(torch.where(is_label, capped, 0.0))
-    grad = torch.exp(capped - lse[:, None]) - is_label.float()
-    return ce, correct, grad_before_cap(grad, capped, softcap)
+def lse_of(logits: torch.Tensor, bias: torch.Tensor | None, softcap: float | None) -> torch.Tensor:
+    """raw logits (M, V) -> logsumexp of cap(logits + bias) (M,), fp32."""
+    biased = logits.float() if bias is None else logits.float() + bias.float()
+    return logsumexp(cap(biased, softcap))
 
 
-def ce_and_grad(logits: torch.Tensor, labels: torch.Tensor,
-                softcap: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """ce_with_grad whose gradient takes the place of the logits, in their dtype."""
-    if logits.device.type == "cpu" and logits.dtype == torch.float32 and softcap is None:
-        return ce_and_grad_in_place(logits, labels)
-    ce, correct, grad = ce_with_grad(logits, labels, softcap)
-    return ce, correct, logits.copy_(grad)
+def probs_of(logits: torch.Tensor, bias: torch.Tensor | None, lse: torch.Tensor,
+             softcap: float | None) -> torch.Tensor:
+    """d lse / d logits (M, V), fp32: the softmax, times the cap's slope."""
+    biased = logits.float() if bias is None else logits.float() + bias.float()
+    capped = cap(biased, softcap)
+    return grad_before_cap(exp(capped - lse[:, None]), capped, softcap)
 
 
-def ce_and_grad_in_place(logits: torch.Tensor,
-                         labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """ce_with_grad of fp32 logits without a cap, the same bits. Uncompiled, that one makes eight tables of
-    the logits' size, which on a CPU costs more than either product of the head."""
-    lse = logits.logsumexp(-1)
-    correct = logits.argmax(-1) == labels
+def write_probs(logits: torch.Tensor, bias: torch.Tensor | None, lse: torch.Tensor,
+                softcap: float | None) -> torch.Tensor:
+    """probs_of in the place of the logits, in their dtype."""
+    return logits.copy_(probs_of(logits, bias, lse, softcap))
+
+
+def ce_and_grad_in_place(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """CrossEntropy of fp32 logits on a CPU, where what is not compiled makes a table of the logits' size for
+    each operation, and costs more than either product of the head."""
     label_column = labels[:, None]
+    lse = logits.logsumexp(-1)
     ce = lse - logits.gather(1, label_column)[:, 0]
     logits.sub_(lse[:, None]).exp_()
     minus_one = logits.new_full(label_column.shape, -1.0)
-    return ce, correct, logits.scatter_add_(1, label_column, minus_one)
+    return ce, logits.scatter_add_(1, label_column, minus_one)
+
+
+class CrossEntropy:
+    """Cross-entropy of a chunk of logits, whose gradient takes their place; and their argmax.
+
+    Each part is compiled by itself. Only the label's entry of the gradient is not its probability: it is set
+    afterwards, so the pass over all entries has nothing to compare.
+    """
+
+    def __init__(self, compiled: Callable = lambda function: function):
+        self.argmax = compiled(argmax)
+        self.lse_of = compiled(lse_of)
+        self.write_probs = compiled(write_probs)
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, softcap: float | None = None,
+                 bias: torch.Tensor | None = None) -> tuple[torch.Tensor, object]:
+        """raw logits, bias (M, V), labels (M,) -> ce (M,) of cap(logits + bias), d ce / d logits (M, V)."""
+        if logits.device.type == "cpu" and logits.dtype == torch.float32 and softcap is None and bias is None:
+            return ce_and_grad_in_place(logits, labels)
+        return self.ce_and_grad(logits, labels, softcap, bias)
+
+    def ce_and_grad(self, logits: torch.Tensor, labels: torch.Tensor, softcap: float | None,
+                    bias: torch.Tensor | None) -> tuple[torch.Tensor, object]:
+        label_column = labels[:, None]
+        of_label = logits.gather(1, label_column).float()
+        if bias is not None:
+            of_label = of_label + bias.gather(1, label_column).float()
+        of_label = cap(of_label, softcap)
+        lse = self.lse_of(logits, bias, softcap)
+        ce = lse - of_label[:, 0]
+        grad_of_label = grad_before_cap(torch.expm1(-ce)[:, None], of_label, softcap)  # p - 1
+        return ce, self.gradient(logits, bias, lse, softcap, label_column, grad_of_label)
+
+    def gradient(self, logits: torch.Tensor, bias: torch.Tensor | None, lse: torch.Tensor,
+                 softcap: float | None, label_column: torch.Tensor, grad_of_label: torch.Tensor) -> object:
+        """label_column, grad_of_label (M, 1) -> what Head.grad_hidden takes."""
+        grad = self.write_probs(logits, bias, lse, softcap)
+        return grad.scatter_(1, label_column, grad_of_label.to(grad.dtype))
 
 
 class FusedCE(torch.autograd.Function):
@@ -649,14 +693,15 @@ class FusedCE(torch.autograd.Function):
     recomputed. Per-row weights come later, as the incoming gradient (M,)."""
 
     @staticmethod
-    def forward(ctx, hidden, head, labels, chunk, ce_and_grad):
+    def forward(ctx, hidden, head, labels, chunk, cross_entropy):
         ce = labels.new_empty(labels.shape, dtype=torch.float32)
         correct = torch.empty_like(labels, dtype=torch.bool)
         grad = torch.empty_like(hidden)
         for first in range(0, labels.numel(), chunk):
             rows = slice(first, first + chunk)
             logits = head.logits(hidden[rows])
-            ce[rows], correct[rows], grad_logits = ce_and_grad(logits, labels[rows], head.softcap)
+            correct[rows] = cross_entropy.argmax(logits) == labels[rows]  # before the gradient is there
+            ce[rows], grad_logits = cross_entropy(logits, labels[rows], head.softcap)
             grad[rows] = head.grad_hidden(grad_logits, hidden.dtype)
         ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(correct)
@@ -670,7 +715,7 @@ class FusedCE(torch.autograd.Function):
 
 
 def chunked_ce(hidden: torch.Tensor, head: Head, labels: torch.Tensor, chunk: int, form: str = "checkpoint",
-               ce_and_grad: Callable = ce_and_grad) -> tuple[torch.Tensor, torch.Tensor]:
+               cross_entropy: CrossEntropy | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden (M, D), labels (M,), M a multiple of chunk -> ce (M,) fp32 with gradient, argmax == label (M,).
 
     "checkpoint" is the readable reference: each chunk's logits are made again in backward. "fused" makes the
@@ -678,7 +723,7 @@ def chunked_ce(hidden: torch.Tensor, head: Head, labels: torch.Tensor, chunk: in
     Either way no more than one chunk's logits are in memory.
     """
     if form == "fused" and torch.is_grad_enabled() and hidden.requires_grad:
-        return FusedCE.apply(hidden, head, labels, chunk, ce_and_grad)
+        return FusedCE.apply(hidden, head, labels, chunk, cross_entropy or CrossEntropy())
     ce = []
     correct = []
     for rows, row_labels in zip(hidden.split(chunk), labels.split(chunk), strict=True):
@@ -756,15 +801,14 @@ def terms_with_grad(logits: torch.Tensor, target_logits: torch.Tensor, labels: t
                     terms: LossTerms) -> tuple[torch.Tensor, ...]:
     """terms_of_logits of fp32 logits (M, V) with the gradient written out.
 
-    -> loss, ce, correct, tv, kl, alpha, logsumexp of the target's logits (M,), d loss / d logits (M, V).
+    -> loss, ce, tv, kl, alpha, logsumexp of the target's logits (M,), d loss / d logits (M, V).
     """
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
-    correct = argmax(logits) == labels
     target_lse = logsumexp(target_logits)
     log_p = logits - logsumexp(logits)[:, None]
     log_q = target_logits - target_lse[:, None]
-    p = log_p.exp()
-    q = log_q.exp()
+    p = exp(log_p)
+    q = exp(log_q)
     ce = -total(torch.where(is_label, log_p, 0.0))
     tv = 0.5 * total((p - q).abs())
     kl = total(q * (log_q - log_p))
@@ -775,7 +819,7 @@ def terms_with_grad(logits: torch.Tensor, target_logits: torch.Tensor, labels: t
     below = 0.5 - 0.5 * (p - q).sign()
     grad_tv = p * (total(p * below)[:, None] - below)
     grad = terms.ce * (p - is_label.float()) + kl_share[:, None] * (p - q) + tv_share[:, None] * grad_tv
-    return loss, ce, correct, tv, kl, alpha, target_lse, grad
+    return loss, ce, tv, kl, alpha, target_lse, grad
 
 
 def terms_and_grad(logits: torch.Tensor, target_logits: torch.Tensor, labels: torch.Tensor,
@@ -788,26 +832,9 @@ def terms_and_grad(logits: torch.Tensor, target_logits: torch.Tensor, labels: to
 
 def biased_terms_and_grad(logits: torch.Tensor, bias: torch.Tensor, target_logits: torch.Tensor,
                           labels: torch.Tensor, terms: LossTerms) -> tuple[torch.Tensor, ...]:
-    """terms_with_grad of logits + bias (M, V); the gradient takes the place of the logits.
-
-    -> as terms_with_grad, with argmax of the logits alone == label before the gradient.
-    """
-    base = logits.float()
-    backbone_correct = argmax(base) == labels
-    *values, grad = terms_with_grad(base + bias.float(), target_logits.float(), labels, terms)
-    return *values, backbone_correct, logits.copy_(grad)
-
-
-def biased_ce_and_grad(logits: torch.Tensor, bias: torch.Tensor, labels: torch.Tensor
-                       ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """ce_with_grad of logits + bias (M, V); the gradient takes the place of the logits.
-
-    -> ce, correct, argmax of the logits alone == label before the gradient.
-    """
-    base = logits.float()
-    backbone_correct = argmax(base) == labels
-    ce, correct, grad = ce_with_grad(base + bias.float(), labels, softcap=None)
-    return ce, correct, backbone_correct, logits.copy_(grad)
+    """terms_with_grad of logits + bias (M, V); the gradient takes the place of the logits."""
+    *values, grad = terms_with_grad(logits.float() + bias.float(), target_logits.float(), labels, terms)
+    return *values, logits.copy_(grad)
 
 
 def candidate_probs_of(target_logits: torch.Tensor, target_lse: torch.Tensor, candidates: torch.Tensor,
@@ -844,15 +871,20 @@ def fused_terms(inputs: "SlotInputs", head: Head, spec: "LossSpec", selector: Ca
     for first in range(0, n_slots, spec.chunk):
         rows = slice(first, first + spec.chunk)
         logits = head.logits(inputs.hidden[rows])
-        if top_k:  # before the gradient takes their place
+        # what is read off the logits, before their gradient takes their place
+        if top_k:
             values, candidates[rows] = spec.likeliest(logits, top_k)
             unary[rows] = cap(values.float(), head.softcap)
+            best = candidates[rows, 0]
+        else:
+            best = spec.cross_entropy.argmax(logits)
+        correct[rows] = best == labels[rows]
         if inputs.target_last is None:
-            ce[rows], correct[rows], grad_logits = spec.ce_and_grad(logits, labels[rows], head.softcap)
+            ce[rows], grad_logits = spec.cross_entropy(logits, labels[rows], head.softcap)
             scale = spec.terms.ce
         else:
             target_logits = head.logits(inputs.target_last[rows])
-            (loss[rows], ce[rows], correct[rows], tv[rows], kl[rows], alpha[rows], target_lse) = in_pieces(
+            (loss[rows], ce[rows], tv[rows], kl[rows], alpha[rows], target_lse) = in_pieces(
                 spec.terms_and_grad, (logits, target_logits, labels[rows]), head.softcap, spec.terms)
             grad_logits = logits
             scale = 1.0
@@ -933,16 +965,16 @@ def fused_markov_terms(hidden: torch.Tensor, embedded: torch.Tensor, w2: torch.T
         rows = slice(first, first + spec.chunk)
         logits = head.logits(hidden[rows])
         bias = F.linear(embedded[rows], w2)
+        backbone_correct[rows] = spec.cross_entropy.argmax(logits) == labels[rows]
+        correct[rows] = spec.cross_entropy.argmax(logits, bias) == labels[rows]
         if target_last is None:
-            ce[rows], correct[rows], backbone_correct[rows], grad_logits = spec.biased_ce_and_grad(
-                logits, bias, labels[rows])
+            ce[rows], grad_logits = spec.cross_entropy(logits, labels[rows], bias=bias)
             loss[rows] = spec.terms.ce * ce[rows]
             scale = spec.terms.ce
         else:
             target_logits = head.logits(target_last[rows])
-            (loss[rows], ce[rows], correct[rows], tv[rows], kl[rows], alpha[rows], _,
-             backbone_correct[rows]) = in_pieces(
-                 spec.biased_terms_and_grad, (logits, bias, target_logits, labels[rows]), spec.terms)
+            loss[rows], ce[rows], tv[rows], kl[rows], alpha[rows], _ = in_pieces(
+                spec.biased_terms_and_grad, (logits, bias, target_logits, labels[rows]), spec.terms)
             grad_logits = logits
             scale = 1.0
             del target_logits
@@ -1075,11 +1107,10 @@ class LossSpec(NamedTuple):
     gamma: float
     form: str            # "checkpoint" | "fused"
     chunk: int           # slots whose logits are in memory at once
-    ce_and_grad: Callable = ce_and_grad  # of "fused"; may be compiled, as all functions here
-    terms_and_grad: Callable = terms_and_grad
+    cross_entropy: CrossEntropy = CrossEntropy()  # of "fused"
+    terms_and_grad: Callable = terms_and_grad     # may be compiled, as the functions below
     biased_terms_and_grad: Callable = biased_terms_and_grad
-    biased_ce_and_grad: Callable = biased_ce_and_grad
-    likeliest: Callable = likeliest              # of dflash2, as the next one
+    likeliest: Callable = likeliest               # of dflash2, as the next one
     candidate_terms: Callable = candidate_terms
     terms: LossTerms = LossTerms()
     selector_terms: LossTerms = LossTerms()  # dflash2: ce and tv
@@ -1203,7 +1234,8 @@ def plain_loss(drafter: Drafter, head: Head, inputs: SlotInputs, blocks: Blocks,
                _: object) -> RowResult:
     """DFlash: every slot by itself."""
     if inputs.target_last is None:
-        ce, correct = chunked_ce(inputs.hidden, head, inputs.labels, spec.chunk, spec.form, spec.ce_and_grad)
+        ce, correct = chunked_ce(inputs.hidden, head, inputs.labels, spec.chunk, spec.form,
+                                 spec.cross_entropy)
         slots = SlotTerms(spec.terms.ce * ce, ce, correct)
     else:
         slots = chunked_terms(inputs, head, spec)

@@ -427,8 +427,10 @@ def gpu_row(drafter: md.Drafter, make_mask: Callable, batch: md.Batch, owner: st
 
     handle = drafter.norm.register_forward_hook(keep)
     drafter.zero_grad(set_to_none=True)
-    ce_and_grad = flex_utils.compiled(md.ce_and_grad, owner) if owner else md.ce_and_grad
-    spec = md.LossSpec("decay", 7.0, "fused", 128, ce_and_grad)
+    cross_entropy = md.CrossEntropy()
+    if owner:
+        cross_entropy = md.CrossEntropy(lambda function: flex_utils.compiled(function, owner))
+    spec = md.LossSpec("decay", 7.0, "fused", 128, cross_entropy)
     batch = batch._replace(target_hidden=batch.target_hidden.to(dtype))
     result = md.row_loss(drafter, embed, head, batch, 0, make_mask, spec)
     result.loss.backward()

@@ -565,21 +565,20 @@ class Replica:
         self.params = dict(self.drafter.named_parameters())
         self.set_weights(weights)
 
-        ce_and_grad = md.ce_and_grad
+        cross_entropy = md.CrossEntropy
         if precision != "bf16":
             setting = f"DRAFTER_PRECISION = {precision}"
             form = fp8.find_form(device, setting)
             self.head = fp8.Fp8Head(head, form, setting, self.compile_for_thread)
-            ce_and_grad = fp8.ce_and_grad
+            cross_entropy = fp8.CrossEntropy
             if precision != "fp8_head":
                 for layer in self.drafter.layers:  # what a head adds stays bf16: small, or no product at all
                     for part in (layer.self_attn, layer.mlp):
                         fp8.train_in_fp8(part, form, setting, precision == "fp8_wgrad")
         self.loss_spec = loss_spec(config)._replace(
-            ce_and_grad=self.compile_for_thread(ce_and_grad),
+            cross_entropy=cross_entropy(self.compile_for_thread),
             terms_and_grad=self.compile_for_thread(md.terms_and_grad),
             biased_terms_and_grad=self.compile_for_thread(md.biased_terms_and_grad),
-            biased_ce_and_grad=self.compile_for_thread(md.biased_ce_and_grad),
             likeliest=self.compile_for_thread(md.likeliest),
             candidate_terms=self.compile_for_thread(md.candidate_terms))
         self.selector_ramp = torch.ones((), device=device)  # share of the selector's loss

@@ -261,7 +261,9 @@ class DrafterWorker(Worker):
         self.head = md.Head(torch.nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False))
         for frozen in (self.embed, self.head):
             frozen.requires_grad_(False).to(device, self.dtype)
-        loss = race.compiled(md.ce_and_grad, self.name) if race.cuda else md.ce_and_grad
+        loss = md.CrossEntropy()
+        if race.cuda:
+            loss = md.CrossEntropy(lambda function: race.compiled(function, self.name))
         self.spec = md.LossSpec("decay", 4.0, LOSS_FORM, 16, loss)
 
     def next_shape(self):

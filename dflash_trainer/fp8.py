@@ -7,7 +7,7 @@
     quantize_layers    puts them where a module has linear layers
     train_in_fp8       a drafter's linear layers: weights stay bf16, their products are fp8
     Fp8Head            the target's frozen head beside the drafter: logits, and their gradient in fp8
-    ce_and_grad        the loss of a chunk of logits with its gradient written as fp8
+    CrossEntropy       the loss of a chunk of logits with its gradient written as fp8
     BlockScales        checkpoints with a scale per block of a weight (`weight_scale_inv`)
 
 Shapes: a matrix is (M, K), a weight (N, K). K and N are multiples of 16 everywhere, M is free.
@@ -228,7 +228,7 @@ class Fp8Head(nn.Module):
                     tokens: torch.Tensor | None = None,
                     grad_of_tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Gradient of the logits (M, V), whose rows add up to 0 -> of the hidden states (M, D), in `dtype`.
-        grad: e4m3 values and their scales (M, 1), as ce_and_grad() below makes them, or another dtype.
+        grad: e4m3 values and their scales (M, 1), as CrossEntropy below makes them, or another dtype.
         grad_of_tokens: see md.Head; a product of its own, for the others' scale may be too small for it."""
         values, scale = grad if isinstance(grad, tuple) else self.quantize_rows(grad)
         grad_hidden = multiply(values, scale, self.by_entry, self.entry_scale, self.form, dtype)
@@ -241,15 +241,32 @@ class Fp8Head(nn.Module):
 SMALLEST_SCALED = 1e-6  # a row's gradient below it is lost in fp32's rounding of the loss
 
 
-def ce_and_grad(logits: torch.Tensor, labels: torch.Tensor, softcap: float | None
-                ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """md.ce_and_grad whose gradient is e4m3 values and scales (M, 1). The largest entry of a row is its
-    label's, 1 - p[label], for all others add up to it: so no pass over the logits looks for it."""
-    ce, correct, grad = md.ce_with_grad(logits, labels, softcap)
-    largest = -torch.expm1(-ce)[:, None]
-    scale = largest.clamp(min=SMALLEST_SCALED) / LARGEST
-    values = (grad / scale).clamp(-LARGEST, LARGEST)  # what the rounding of ce adds would become NaN
-    return ce, correct, (values.to(E4M3), scale)
+def scaled_probs(logits: torch.Tensor, bias: torch.Tensor | None, lse: torch.Tensor, scale: torch.Tensor,
+                 softcap: float | None) -> torch.Tensor:
+    """md.probs_of over `scale` (M, 1), in e4m3."""
+    return (md.probs_of(logits, bias, lse, softcap) / scale).clamp(max=LARGEST).to(E4M3)
+
+
+class CrossEntropy(md.CrossEntropy):
+    """Its gradient is e4m3 values and scales (M, 1). The largest entry of a row is its label's, 1 - p[label],
+    for all others add up to it: so no pass over the logits looks for it."""
+
+    def __init__(self, compiled: Callable = lambda function: function):
+        super().__init__(compiled)
+        self.scaled_probs = compiled(scaled_probs)
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, softcap: float | None = None,
+                 bias: torch.Tensor | None = None) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        return self.ce_and_grad(logits, labels, softcap, bias)
+
+    def gradient(self, logits: torch.Tensor, bias: torch.Tensor | None, lse: torch.Tensor,
+                 softcap: float | None, label_column: torch.Tensor, grad_of_label: torch.Tensor,
+                 ) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = grad_of_label.abs().clamp(min=SMALLEST_SCALED) / LARGEST
+        values = self.scaled_probs(logits, bias, lse, scale, softcap)
+        of_label = (grad_of_label / scale).clamp(-LARGEST, LARGEST).to(E4M3)
+        values.view(torch.uint8).scatter_(1, label_column, of_label.view(torch.uint8))
+        return values, scale
 
 
 # ------------------------------------------------------------------------------ published checkpoints

@@ -96,6 +96,10 @@ def close(found, wanted, limit=1e-5):
     assert error <= limit * max(1.0, wanted.abs().max().item()), error
 
 
+def compiled_with_inductor(function):
+    return torch.compile(function, dynamic=False)
+
+
 # ------------------------------------------------------------------------------------------- golden tensors
 
 def test_hidden_states_of_the_packed_row(case):
@@ -295,6 +299,40 @@ def test_terms_equal_those_of_speculators(term):
     loss, *_, grad = md.terms_and_grad(raw, target, labels, None, terms)
     close(loss, golden[LOSSES[term]][0], 2e-6)
     close(grad * golden["incoming"][0][:, None], golden[f"{LOSSES[term]}.grad"][0], 2e-6)
+
+
+@pytest.mark.parametrize("taps, block_size", [(1, 4), (2, 4), (3, 4), (3, 2)])
+def test_convolution_and_its_gradients(taps, block_size):
+    """Against the definition, slot by slot in fp64, and autograd of that: N 3, D 8, groups of 4 channels."""
+    torch.manual_seed(0)
+    config = md.DrafterConfig(8, 8, 1, 1, 1, 8, 16, block_size, 15, (1,), 2, ("full_attention",),
+                              head="dflash2", conv_taps=taps, conv_group=4)
+    conv = md.BlockConv(config)
+    exact = {}
+    for name, param in conv.named_parameters():
+        nn.init.normal_(param)
+        exact[name] = param.detach().double().requires_grad_()
+    x = torch.randn(1, 3 * block_size, 8, requires_grad=True)
+    exact_x = x.detach().double().requires_grad_()
+    made = (exact_x @ exact["kernel_projection.weight"].t()).view(3, block_size, 2, taps, 2)
+    weight = torch.randn(2, *x.shape)
+    loss = 0.0
+    wanted_loss = 0.0
+    for side, kernel in enumerate(conv.kernels(x)):
+        found = conv.convolve(kernel, x)
+        blocks = exact_x.view(3, block_size, 8)
+        wanted = torch.stack([
+            sum((made[:, k, side, tau].repeat_interleave(4, -1) + exact["base_kernel"][side, tau])
+                * blocks[:, k - tau] for tau in range(min(k + 1, taps)))
+            for k in range(block_size)], 1).view(x.shape)
+        close(found, wanted, 2e-6)
+        loss = loss + (found * weight[side]).sum()
+        wanted_loss = wanted_loss + (wanted * weight[side]).sum()
+    loss.backward()
+    wanted_loss.backward()
+    close(x.grad, exact_x.grad, 5e-6)
+    for name, param in conv.named_parameters():
+        close(param.grad, exact[name].grad, 5e-6)
 
 
 def test_three_taps():
@@ -600,25 +638,46 @@ def test_gradients_are_the_slopes_of_the_values(terms):
         torch.testing.assert_close(grad[:, v], slope, atol=1e-7, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name, softcap", [
-    ("ce_and_grad", None), ("ce_and_grad", 3.0), ("terms_and_grad", 3.0), ("biased_terms_and_grad", None)])
-def test_compiled_losses_overwrite_the_logits_after_reading_them(name, softcap):
-    """Inductor's code of each against the same in fp64; a vocabulary of several groups."""
+@pytest.mark.parametrize("biased", [False, True])
+def test_compiled_soft_losses(biased):
+    """Inductor's code, which writes the gradient over the logits, against the same in fp64."""
     torch.manual_seed(0)
     logits, bias, target = torch.randn(3, 16, 1024)
     labels = torch.randint(0, 1024, (16,))
-    arguments = {"ce_and_grad": (logits, labels, softcap),
-                 "terms_and_grad": (logits, target, labels, softcap, ALL_TERMS),
-                 "biased_terms_and_grad": (logits, bias, target, labels, ALL_TERMS)}[name]
-    function = getattr(md, name)
-    doubled = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in arguments]
-    wanted = function(*doubled)
-    found = torch.compile(function, dynamic=False)(*(x.clone() if x is logits else x for x in arguments))
+    function = md.biased_terms_and_grad if biased else md.terms_and_grad
+
+    def run(apply, cast):
+        tables = [cast(table) for table in ((logits, bias, target) if biased else (logits, target))]
+        return apply(function)(*tables, labels, *(() if biased else (3.0,)), ALL_TERMS)
+    wanted = run(lambda plain: plain, torch.Tensor.double)
+    found = run(compiled_with_inductor, torch.Tensor.clone)
     for one, two in zip(found, wanted, strict=True):
-        if one.dtype == torch.bool:
-            assert torch.equal(one, two)
-        else:
-            close(one, two, 2e-5)
+        close(one, two, 2e-5)
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize("softcap, biased", [(None, True), (3.0, False), (3.0, True)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_cross_entropy_over_its_logits(dtype, limit, softcap, biased, compiled):
+    """Value, argmax and gradient against autograd in fp64; some slots are sure of their label."""
+    if compiled and (softcap is None) == biased:
+        pytest.skip("one compiled case with each of cap and bias is enough")
+    torch.manual_seed(0)
+    logits, bias = torch.randn(2, 16, 1024).to(dtype)
+    labels = torch.randint(0, 1024, (16,))
+    logits[torch.arange(8), labels[:8]] = torch.linspace(5, 30, 8).to(dtype)
+    exact = logits.double().requires_grad_()
+    biased_logits = exact + bias.double() if biased else exact
+    capped = biased_logits if softcap is None else softcap * torch.tanh(biased_logits / softcap)
+    wanted = torch.nn.functional.cross_entropy(capped, labels, reduction="none")
+    wanted.sum().backward()
+    cross_entropy = md.CrossEntropy(compiled_with_inductor) if compiled else md.CrossEntropy()
+    its_bias = bias if biased else None
+    assert torch.equal(cross_entropy.argmax(logits, its_bias), biased_logits.argmax(-1))
+    ce, grad = cross_entropy(logits, labels, softcap, its_bias)
+    close(ce, wanted.detach(), 2e-6)
+    close(grad, exact.grad, limit)
+    assert grad.data_ptr() == logits.data_ptr()
 
 
 def test_a_soft_loss_makes_one_chunk_of_logits_at_a_time():
