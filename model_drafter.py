@@ -182,28 +182,69 @@ class BlockConv(nn.Module):
         self.base_kernel = nn.Parameter(torch.empty(2, c.conv_taps, c.hidden_size))
         self.kernel_projection = nn.Linear(c.hidden_size, 2 * c.conv_taps * n_groups, bias=False)
 
-    def kernels(self, x: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """x (1, N*K, D) -> for each side a kernel (N, K, G, D/G) per tap, in fp32.
+    def kernels(self, x: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """x (1, N*K, D) -> each side's kernel: made from the block (N, K, taps, G), base (taps, G, D/G)."""
+        made = self.kernel_projection(x).view(-1, self.block_size, 2, self.taps, x.shape[-1] // self.group)
+        base = self.base_kernel.unflatten(-1, (-1, self.group))
+        return (made[:, :, 0], base[0]), (made[:, :, 1], base[1])
 
-        One tensor for all taps would give a compiled backward a gradient of that size to fill.
-        """
-        n_groups = x.shape[-1] // self.group
-        made = self.kernel_projection(x).float().view(-1, self.block_size, 2, self.taps, n_groups)
-        base = self.base_kernel.float().unflatten(-1, (-1, self.group))  # (2, taps, G, D/G)
-        before, after = ([made[:, :, side, tau, :, None] + base[side, tau] for tau in range(self.taps)]
-                         for side in (0, 1))
-        return before, after
+    def convolve(self, kernel: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """x (1, N*K, D) -> the same shape; kernel: of one side."""
+        return ConvolveBlocks.apply(*kernel, x)
 
-    def convolve(self, kernel: Sequence[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """Of one side: out[k] = sum over tau of kernel[tau][k] * x[k - tau], with zeros before each block."""
-        blocks = x.view(-1, self.block_size, x.shape[-1] // self.group, self.group)  # (N, K, G, D/G)
-        out = kernel[0] * blocks.float()
-        for tau in range(1, min(self.taps, self.block_size)):
-            # shifted products, and bf16 blocks until they are multiplied: a compiled backward would otherwise
-            # keep shifted fp32 copies of them
-            product = kernel[tau][:, tau:] * blocks[:, :-tau].float()
-            out = out + F.pad(product, (0, 0, 0, 0, tau, 0))
-        return out.view(x.shape).to(x.dtype)  # rounded once, as vLLM's kernel does
+
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x.to(dtype). Where that does nothing, gradients of a compiled autograd.Function are 0 in silence (torch
+    2.11)."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def kernel_of_taps(made: torch.Tensor, base: torch.Tensor) -> list[torch.Tensor]:
+    """See ConvolveBlocks -> of each tap within a block (N, K, G, D/G), fp32."""
+    return [made[:, :, tau, :, None].float() + base[tau].float() for tau in range(min(made.shape[1:3]))]
+
+
+class ConvolveBlocks(torch.autograd.Function):
+    """made (N, K, taps, G), base (taps, G, D/G), x (1, N*K, D) -> (1, N*K, D); with x as blocks of K slots:
+    out[k] = sum over tau of (made[k, tau] + base[tau]) * x[k - tau], with zeros before each block.
+
+    Summed in fp32 and rounded once, as vLLM's kernel does. The backward is written out for the compiler:
+    autograd multiplies gradient and input once, for the sum over a group and for the sum over all slots, and
+    Inductor then stores these products in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx, made, base, x):
+        ctx.save_for_backward(made, base, x)
+        blocks = x.view(*made.shape[:2], *base.shape[1:])  # (N, K, G, D/G)
+        kernels = kernel_of_taps(made, base)
+        out = kernels[0] * blocks.float()
+        for tau, kernel in enumerate(kernels[1:], 1):
+            # products are shifted, not blocks: shifted blocks would be kept for the backward
+            out = out + F.pad(kernel[:, tau:] * blocks[:, :-tau].float(), (0, 0, 0, 0, tau, 0))
+        return rounded(out.view(x.shape), x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        made, base, x = ctx.saved_tensors
+        blocks = x.view(*made.shape[:2], *base.shape[1:])
+        grad = grad.reshape(blocks.shape)
+        kernels = kernel_of_taps(made, base)
+        grad_blocks = kernels[0] * grad.float()
+        grad_made = torch.zeros_like(made)
+        grad_base = torch.zeros_like(base)
+        flat = -1, base[0].numel()  # (N*K, D)
+        for tau, kernel in enumerate(kernels):
+            earlier = blocks
+            if tau:
+                earlier = F.pad(blocks[:, :-tau], (0, 0, 0, 0, tau, 0))
+                to_earlier = kernel[:, tau:] * grad[:, tau:].float()
+                grad_blocks = grad_blocks + F.pad(to_earlier, (0, 0, 0, 0, 0, tau))
+            grad_made[:, :, tau] = (grad.float() * earlier.float()).sum(-1)
+            # of another shape, and so to the compiler another product
+            product = grad.reshape(flat).float() * earlier.reshape(flat).float()
+            grad_base[tau] = product.sum(0).view(base[tau].shape)
+        return grad_made, grad_base, rounded(grad_blocks.view(x.shape), x.dtype)
 
 
 class DrafterLayer(nn.Module):

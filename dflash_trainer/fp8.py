@@ -66,9 +66,7 @@ def multiply(a: torch.Tensor, scale_a: torch.Tensor, b: torch.Tensor, scale_b: t
                                 use_fast_accum=True)
     one = torch.ones((), device=a.device)
     product = torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True)
-    product = product.float() * (scale_a * scale_b.t())
-    # a cast that does nothing makes gradients 0 in silence under torch 2.11's dynamo
-    return product if dtype == torch.float32 else product.to(dtype)
+    return md.rounded(product.float() * (scale_a * scale_b.t()), dtype)
 
 
 def error_of_form(form: str, device: torch.device) -> float:
