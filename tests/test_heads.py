@@ -660,13 +660,15 @@ def test_compiled_soft_losses(biased):
         close(one, two, 2e-5)
 
 
-@pytest.mark.parametrize("dtype, limit", [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)])
-@pytest.mark.parametrize("softcap, biased", [(None, True), (3.0, False), (3.0, True)])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_cross_entropy_over_its_logits(dtype, limit, softcap, biased, compiled):
+F32 = torch.float32
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype, softcap, biased, compiled", [
+    (F32, None, True, False), (F32, 3.0, False, False), (F32, 3.0, True, False), (BF16, None, True, False),
+    (BF16, 3.0, False, False), (BF16, None, True, True), (BF16, 3.0, False, True)])
+def test_cross_entropy_over_its_logits(dtype, softcap, biased, compiled):
     """Value, argmax and gradient against autograd in fp64; some slots are sure of their label."""
-    if compiled and (softcap is None) == biased:
-        pytest.skip("one compiled case with each of cap and bias is enough")
     torch.manual_seed(0)
     logits, bias = torch.randn(2, 16, 1024).to(dtype)
     labels = torch.randint(0, 1024, (16,))
@@ -681,7 +683,7 @@ def test_cross_entropy_over_its_logits(dtype, limit, softcap, biased, compiled):
     assert torch.equal(cross_entropy.argmax(logits, its_bias), biased_logits.argmax(-1))
     ce, grad = cross_entropy(logits, labels, softcap, its_bias)
     close(ce, wanted.detach(), 2e-6)
-    close(grad, exact.grad, limit)
+    close(grad, exact.grad, 4e-3 if dtype == BF16 else 2e-6)
     assert grad.data_ptr() == logits.data_ptr()
 
 
