@@ -591,7 +591,7 @@ def logsumexp(logits: torch.Tensor) -> torch.Tensor:
 
 def argmax(logits: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """(M, V) -> (M,), the first of equals; of logits + bias in fp32 where there is one."""
-    grouped = in_groups(logits if bias is None else logits.float() + bias.float())
+    grouped = in_groups(logits if bias is None else with_bias(logits, bias))
     group = grouped.amax(-1).argmax(-1)
     best = grouped.gather(1, group[:, None, None].expand(-1, -1, grouped.shape[-1]))[:, 0]  # (M, 64)
     return group * grouped.shape[-1] + best.argmax(-1)
@@ -660,17 +660,20 @@ def ce_of_chunk(hidden: torch.Tensor, head: Head, labels: torch.Tensor) -> tuple
     return ce, logits.argmax(-1) == labels
 
 
+def with_bias(logits: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """logits (M, V) in fp32, with the bias (M, V) where there is one."""
+    return logits.float() if bias is None else logits.float() + bias.float()
+
+
 def lse_of(logits: torch.Tensor, bias: torch.Tensor | None, softcap: float | None) -> torch.Tensor:
     """raw logits (M, V) -> logsumexp of cap(logits + bias) (M,), fp32."""
-    biased = logits.float() if bias is None else logits.float() + bias.float()
-    return logsumexp(cap(biased, softcap))
+    return logsumexp(cap(with_bias(logits, bias), softcap))
 
 
 def probs_of(logits: torch.Tensor, bias: torch.Tensor | None, lse: torch.Tensor,
              softcap: float | None) -> torch.Tensor:
     """d lse / d logits (M, V), fp32: the softmax, times the cap's slope."""
-    biased = logits.float() if bias is None else logits.float() + bias.float()
-    capped = cap(biased, softcap)
+    capped = cap(with_bias(logits, bias), softcap)
     return grad_before_cap(exp(capped - lse[:, None]), capped, softcap)
 
 
@@ -874,7 +877,7 @@ def terms_and_grad(logits: torch.Tensor, target_logits: torch.Tensor, labels: to
 def biased_terms_and_grad(logits: torch.Tensor, bias: torch.Tensor, target_logits: torch.Tensor,
                           labels: torch.Tensor, terms: LossTerms) -> tuple[torch.Tensor, ...]:
     """terms_with_grad of logits + bias (M, V); the gradient takes the place of the logits."""
-    *values, grad = terms_with_grad(logits.float() + bias.float(), target_logits.float(), labels, terms)
+    *values, grad = terms_with_grad(with_bias(logits, bias), target_logits.float(), labels, terms)
     return *values, logits.copy_(grad)
 
 
